@@ -1,7 +1,6 @@
 """Adapters on packed bases, of packages and without: frozen weights in fewer bits stay as they are, in any layout."""
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw
 from shardwise.comm import Channel, alone
-from shardwise.errors import ModelError, PlanError
-from tests.covering import pairwise
+from shardwise.errors import ModelError
 from tests.engine.packed_models import Float8Linear, StatefulLinear
 from tests.engine.refusals import raise_of_all, same_error_everywhere
 from tests.engine.tower import on_ranks, train
@@ -27,7 +25,6 @@ WIDTH = 64
 STEPS = 4
 
 
-# The packages are imported where they are used: it takes seconds, in each process that collects tests.
 # The packages are imported where they are used: it takes seconds, in each process that collects tests.
 def four_bits(**settings: Any) -> nn.Module:
     from bitsandbytes.nn import Linear4bit
@@ -150,18 +147,23 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("base", "before", "after"), pairwise(list(BASES), list(LAYOUTS), list(LAYOUTS)))
+def moves() -> Iterator[Any]:
+    """Each base under each layout, before and after; a third of them quickly."""
+    for number, base in enumerate(BASES):
+        for at, before in enumerate(LAYOUTS):
+            after = list(LAYOUTS)[(at + number + 1) % len(LAYOUTS)]
+            yield pytest.param(base, before, after, marks=[] if (at + number) % 3 == 0 else pytest.mark.stress)
+
+
+@pytest.mark.parametrize(("base", "before", "after"), list(moves()))
 def test_adapters_on_a_packed_base_go_on_in_any_layout(base: str, before: str, after: str, tmp_path: Path) -> None:
     """By a checkpoint, or by a relayout where there are as many ranks; evaluations lie between."""
-    relaid = plan_of(before).mesh.size == plan_of(after).mesh.size
 
     def first(channel: Channel) -> list[float]:
         engine = engine_of(base, before, channel)
         losses = run_on(engine, range(2))
         sw.save(tmp_path / "saved", engine)
-        if relaid:  # a refusal on the way leaves all as it was
-            with pytest.raises(PlanError, match="matches none"):
-                sw.relayout(engine, sw.Plan(mesh=engine.plan.mesh, precision=sw.Precision(keep=("nothing",))))
+        if plan_of(before).mesh.size == plan_of(after).mesh.size:
             losses += run_on(sw.relayout(engine, plan_of(after)), range(2, STEPS))
         return losses
 
@@ -171,17 +173,14 @@ def test_adapters_on_a_packed_base_go_on_in_any_layout(base: str, before: str, a
         losses = run_on(engine, range(2, 3))
         engine.evaluate(batch_of(0))
         losses += run_on(engine, range(3, STEPS))
-        with engine.whole(rank0_only=True):
-            found = engine.model.state_dict() if channel.rank == 0 else {}
-            return losses, {name: values(each).clone() for name, each in found.items()}
+        return losses, {name: values(each).clone() for name, each in sw.full_state_dict(engine).items()}
 
     expected, plain_state = plain(base)
     losses = on_ranks(plan_of(before), first)[0]
     more, state = on_ranks(plan_of(after), second)[0]
-    if before == after == "one rank" and base != "packs anew in evaluations":
-        assert losses[:2] + more == expected
-    torch.testing.assert_close(losses[:2] + more, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(losses, expected[: len(losses)], rtol=1e-5, atol=0)
+    for found in (losses, losses[:2] + more):
+        near = 0 if before == "one rank" == after and base != "packs anew in evaluations" else 1e-5
+        assert found == pytest.approx(expected[: len(found)], rel=near)
     assert state.keys() == plain_state.keys()
     for name, each in plain_state.items():
         if ".base." in name and not name.endswith(".bias"):
@@ -191,14 +190,9 @@ def test_adapters_on_a_packed_base_go_on_in_any_layout(base: str, before: str, a
 @pytest.mark.parametrize(
     ("base", "layout", "where"),
     [
-        (base, layout, where)
-        for at, base in enumerate(each for each in BASES if each not in ("4 bits", "4 bits in floats"))
-        for layout, where in [
-            [("stage 2", "bfloat16"), ("pp", "device"), ("stage 3", "autocast"), ("tp and stage 3", "bfloat16")][
-                at % 4
-            ],
-            [("stage 3", "device"), ("pp", "bfloat16"), ("stage 1", "device"), ("stage 0", "autocast")][at % 4],
-        ]
+        *[("8 bits", "stage 2", "bfloat16"), ("8 bits", "stage 3", "device"), ("torchao", "pp", "device")],
+        *[("torchao", "stage 0", "autocast"), ("packs anew in evaluations", "stage 3", "autocast")],
+        *[("float8 and buffers", "tp and stage 3", "bfloat16"), ("float8 and buffers", "stage 1", "device")],
     ],
 )
 def test_a_packed_base_trains_in_bfloat16_under_autocast_and_on_devices(
@@ -211,8 +205,7 @@ def test_a_packed_base_trains_in_bfloat16_under_autocast_and_on_devices(
             return run_on(engine_of(base, plan, channel), range(STEPS))
 
     losses = on_ranks(plan, run, **({"device": fake} if where == "device" else {}))[0]
-    assert math.isfinite(sum(losses))
-    torch.testing.assert_close(losses, plain(base)[0], rtol=1e-3 if where == "device" else 3e-2, atol=0)
+    assert losses == pytest.approx(plain(base)[0], rel=1e-3 if where == "device" else 3e-2)
 
 
 class Net(nn.Sequential):
@@ -263,7 +256,6 @@ def test_adapters_of_peft_are_saved_alone_without_their_quantised_base(
         with engine.whole(rank0_only=True, optimizer=False, only=at):
             if channel.rank == 0:
                 found += [values(model.get_submodule("base_model.model.0.base_layer").weight).clone()]
-                model.state_dict()
         with engine.whole(optimizer=False, rank0_only=True):
             if channel.rank == 0:
                 if base != "torchao":  # which peft merges with a function of the loader only
@@ -290,7 +282,7 @@ def test_adapters_of_peft_are_saved_alone_without_their_quantised_base(
         assert loss == pytest.approx(loss_of(expected, batch_of(0)).item(), rel=1e-5)
 
 
-def test_files_of_another_dtype_keep_the_packed_bits_and_conversions_name_what_they_leave(tmp_path: Path) -> None:
+def test_files_of_another_dtype_keep_the_packed_bits(tmp_path: Path) -> None:
     def save(channel: Channel) -> None:
         engine = engine_of("packs anew in evaluations", "stage 3", channel)
         run_on(engine, range(2))
@@ -307,20 +299,6 @@ def test_files_of_another_dtype_keep_the_packed_bits_and_conversions_name_what_t
             assert torch.equal(bits(cast[name]), bits(each)), name
         elif ".base." not in name:
             assert cast[name].dtype == (torch.float16 if each.is_floating_point() else each.dtype), name
-    # A table of bytes may be no code of a packed weight: nothing is left in silence.
-    model = nn.Linear(6, 6)
-    model.register_buffer("palette", torch.arange(6, dtype=torch.uint8))
-    model.register_buffer("mean", torch.ones(6))
-    engine = sw.parallelize(model, sw.Plan(), optimizer=adamw, loss=loss_of)
-    engine.step({"input": torch.ones(2, 6), "y": torch.ones(2, 6)})
-    sw.save(tmp_path / "bytes", engine)
-    report = sw.checkpoint.export_hf(tmp_path / "bytes", tmp_path / "more", dtype="bfloat16")
-    assert (set(report.cast), report.uncast) == ({"weight", "bias"}, ("mean",))
-    rewrite = sw.Rewrite(["mean -> mean, dtype='bfloat16'"])
-    again = sw.checkpoint.convert(tmp_path / "bytes", tmp_path / "all", to="hf", dtype="bfloat16", rewrite=rewrite)
-    assert again.uncast == ()
-    found = load_file(tmp_path / "all" / "model.safetensors")
-    assert (found["mean"].dtype, found["palette"].dtype) == (torch.bfloat16, torch.uint8)
 
 
 def is_trained(name: str) -> bool:

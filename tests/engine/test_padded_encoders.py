@@ -15,7 +15,6 @@ from tests.oracle.program import Program, plan_of, seeded
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": "tp=2"},
-    "stage 3": {"mesh": "dp_shard=2", "stage": 3},
     "stage 3 and tp": {"mesh": "dp_shard=2,tp=2", "stage": 3},
     "pp": {"mesh": "pp=2"},
     "run again": {"activations": sw.Activations(checkpoint="blocks")},

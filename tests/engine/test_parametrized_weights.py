@@ -1,7 +1,6 @@
-"""Parametrizations that come and go in a forward, and memory that a forward reads: alike when it runs again."""
+"""Weights that are computed once for several calls, and memory that a forward reads: alike when it runs again."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,32 +10,12 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from tests.engine.loops import mean_square, on_ranks, plan_of
-
-
-class Added(nn.Module):
-    """What an adapter adds to a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.full((4, 1), 0.1)), nn.Parameter(torch.full((1, 4), 0.1))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.a @ self.b
-
-
-class Around(nn.Module):
-    """Registers on the layer that it wraps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.added = nn.Linear(4, 4), Added()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parametrize.register_parametrization(self.base, "weight", self.added)
-        output: torch.Tensor = self.base(x)
-        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
-        return output
+from tests.engine.loops import on_ranks
+from tests.engine.loops import plan_of as short_plan_of
+from tests.oracle.by_other_ways import in_a_row
+from tests.oracle.comparison import assert_trains_like_one_process
+from tests.oracle.program import plan_of
+from tests.oracle.programs import on_points
 
 
 class Cached(nn.Module):
@@ -44,24 +23,11 @@ class Cached(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.base: Any = parametrizations.weight_norm(nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with parametrize.cached():
-            output: torch.Tensor = self.base(self.base(x))
-        return output
-
-
-class CachedAround(Cached):
-    """The same around two calls of a placed module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with parametrize.cached():
-            output: torch.Tensor = self.base(torch.tanh(self.base(self.other(x))))
+            output: torch.Tensor = self.base(torch.tanh(self.base(x)))
         return output
 
 
@@ -80,39 +46,45 @@ class ReadsDataAgain(nn.Module):
         return output
 
 
-KINDS: tuple[Callable[[], nn.Module], ...] = (Around, Cached, CachedAround, ReadsDataAgain)
-BATCHES = [{"input": torch.linspace(-1, 1, 16).view(4, 4)}] * 3
+LAYOUTS: list[dict[str, Any]] = [
+    {"mesh": "dp_shard=2", "stage": 2, "k": 2},
+    {"mesh": "dp_shard=2", "stage": 3},
+    {"mesh": "dp_shard=2", "stage": 3, "units": (".",), "activations": sw.Activations(checkpoint="blocks")},
+    {"mesh": "pp=2", "k": 2},
+]
 
 
-def losses(kind: Callable[[], nn.Module], plan: sw.Plan) -> list[float]:
-    settings: Any = {"loss": mean_square, "optimizer": torch.optim.AdamW}
-    return on_ranks(lambda: nn.Sequential(kind(), kind()), plan, BATCHES, **settings).losses
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", [Cached, ReadsDataAgain])
+def test_they_train_like_one_process(kind: Callable[[], nn.Module], layout: dict[str, Any]) -> None:
+    """The programs of `tests/oracle` have parametrizations and reads of memory by themselves."""
+    program = on_points(lambda: in_a_row(kind))
+    assert_trains_like_one_process(program, plan_of(program, **layout))
 
 
-@pytest.mark.parametrize("compute", [None, "bfloat16"])
-@pytest.mark.parametrize("runs_again", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_they_train_alike_under_every_plan(
-    kind: Callable[[], nn.Module], *, runs_again: bool, compute: str | None
-) -> None:
-    expected = losses(kind, plan_of(k=2, compute=compute))
-    # In bfloat16 gradients of microbatches are added in another order.
-    near = pytest.approx(expected, rel=1e-6 if compute is None else 1e-2)
-    for plan in (
-        plan_of("dp_shard=2", 2, compute=compute),
-        plan_of("dp_shard=2", 3, compute=compute),
-        plan_of("dp_shard=2", 3, sharding={"units": (".",)}, compute=compute),
-        plan_of("pp=2", k=2, compute=compute),
-    ):
-        again = sw.Activations(checkpoint=("*",)) if runs_again else sw.Activations()
-        assert losses(kind, replace(plan, activations=again)) == near
+class CachedAround(Cached):
+    """Around two calls of a placed module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            output: torch.Tensor = self.base(torch.tanh(self.base(self.other(x))))
+        return output
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_cached_around_calls_of_placed_modules_keeps_real_weights_alone(k: int) -> None:
     stages = {"0.base": 0, "0.other": 0, "1.base": 1, "1.other": 0}
-    expected = pytest.approx(losses(CachedAround, plan_of(k=k)), rel=1e-6)
-    assert losses(CachedAround, plan_of("pp=2", k=k, stages=stages)) == expected
+    batches = [{"input": torch.linspace(-1, 1, 16).view(4, 4)}] * 3
+
+    def losses(plan: sw.Plan) -> list[float]:
+        make = lambda: nn.Sequential(CachedAround(), CachedAround())  # noqa: E731
+        return on_ranks(make, plan, batches, optimizer=torch.optim.AdamW).losses
+
+    assert losses(short_plan_of("pp=2", k=k, stages=stages)) == pytest.approx(losses(short_plan_of(k=k)), rel=1e-6)
 
 
 def test_a_rank_that_waits_inside_of_cached_leaves_the_cache_of_others_alone() -> None:
@@ -122,11 +94,10 @@ def test_a_rank_that_waits_inside_of_cached_leaves_the_cache_of_others_alone() -
             with torch.no_grad():
                 model.base.parametrizations.weight.original0.fill_(1.0 + step)
             with parametrize.cached():
-                before = model.base.weight.sum().item()
+                found.append(model.base.weight.sum().item())
                 channel.exchange(b"", purpose="inside")
                 if channel.rank:
                     channel.exchange(b"", purpose="inside, again")
-                found.append(before)
             if not channel.rank:
                 channel.exchange(b"", purpose="inside, again")
         return found

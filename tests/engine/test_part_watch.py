@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace as Namespace
 from typing import Any
 
@@ -15,12 +15,16 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError, OptimizerError
-from tests.covering import pairwise
-from tests.engine.tower import HAVE_ALL, PLANS, engine_on, masters, on_ranks, tower, trained
+from tests.engine.tower import HAVE_ALL, PLANS, engine_on, masters, on_ranks, plain, tower, trained
+
+FLOAT32 = [name for name in PLANS if "bf16" not in name]
+IN_PARTS = ("stage 3", "tp", "pp", "pp tp")
+"""Plans under which no rank has the whole model."""
+adamw = partial(torch.optim.AdamW, lr=0.1)
 
 
 def after_two(channel: sw.Channel, name: str) -> sw.Engine:
-    engine = engine_on(channel, name, lambda given: torch.optim.AdamW(given, lr=0.1))
+    engine = engine_on(channel, name, adamw)
     trained(engine)
     return engine
 
@@ -53,7 +57,7 @@ OF_TENSORS: dict[str, Callable[[Any], Any]] = {
     "product": in_turns(lambda each: (each.view(-1) @ each.view(-1)).item()),
     "histogram": in_turns(lambda each: torch.histc(each.detach(), 4).tolist()),
 }
-LOOKS = OF_TENSORS | {
+OF_MODELS = OF_TENSORS | {
     "pickle": in_turns(lambda each: pickle.loads(pickle.dumps(each)).tolist()),
     "averaged model": lambda model: [each.tolist() for each in torch.optim.swa_utils.AveragedModel(model).parameters()],
     "copied model": lambda model: [each.tolist() for each in copy.deepcopy(model).parameters()],
@@ -67,45 +71,77 @@ def flat(values: Any) -> list[float]:
     return [inner for each in values for inner in flat(each)] if isinstance(values, list) else [values]
 
 
-@pytest.mark.parametrize(
-    ("look", "name"), pairwise(list(LOOKS), [each for each in PLANS if each not in ("one", "one bf16", "bf16")])
-)
-def test_what_is_computed_of_the_model_s_parameters_is_of_whole_ones_or_refused(look: str, name: str) -> None:
-    def run(channel: sw.Channel, name: str) -> Any:
-        engine = after_two(channel, name)
-        found, said = None, ""
-        try:
-            found = LOOKS[look](engine.model)
-        except ModelError as error:
-            said = str(error)
-        assert not said or ("engine.whole()" in said and "sw.full(engine)" in said)
-        assert not said or name in ("stage 3", "tp", "pp", "pp tp")
-        with engine.whole():
-            whole = LOOKS[look](engine.model)
-        trained(engine)
-        return found, whole
-
-    expected = torch.tensor(flat(on_ranks("one", partial(run, name="one"))[0][1]))
-    for found, whole in on_ranks(name, partial(run, name=name)):
-        assert torch.allclose(torch.tensor(flat(whole)), expected, atol=1e-5)
-        assert found is None or torch.allclose(torch.tensor(flat(found)), expected, atol=1e-5)
+@cache
+def in_one_process() -> dict[str, Any]:
+    model, _ = plain(adamw)
+    return {look: pytest.approx(flat(OF_MODELS[look](model)), abs=1e-5) for look in OF_MODELS}
 
 
-@pytest.mark.parametrize(
-    ("look", "name"), pairwise(list(OF_TENSORS), [each for each in PLANS if each not in ("one bf16", "merged")])
-)
-def test_what_is_computed_of_the_optimizer_s_parameters_is_of_all_or_refused(look: str, name: str) -> None:
+@pytest.mark.parametrize("name", FLOAT32)
+def test_parameters_are_read_whole_or_the_read_is_refused_with_what_gives_them(name: str) -> None:
+    expected = in_one_process()
+
     def run(channel: sw.Channel) -> None:
         engine = after_two(channel, name)
-        names = Namespace(parameters=lambda: masters(engine.optimizer))
-        if name in HAVE_ALL:
-            assert LOOKS[look](names) == LOOKS[look](engine.model)
-        elif look in OF_ONE and name in ("pp", "whole"):
-            LOOKS[look](names)
-        else:
-            with pytest.raises(OptimizerError, match=r"of the optimizer's parameters.* sw\.full\(engine\)"):
-                LOOKS[look](names)
+        for look, read in OF_MODELS.items():
+            found, refusal = None, ""
+            try:
+                found = flat(read(engine.model))
+            except ModelError as error:
+                refusal = str(error)
+            if name not in IN_PARTS or not refusal:
+                assert found == expected[look], look
+            else:
+                assert "engine.whole()" in refusal
+                assert "sw.full(engine)" in refusal
+        with engine.whole():
+            for look, read in OF_MODELS.items():
+                assert flat(read(engine.model)) == expected[look], look
+        of_optimizer = Namespace(parameters=lambda: masters(engine.optimizer))
+        for look, read in OF_TENSORS.items():
+            if name in HAVE_ALL:
+                assert flat(read(of_optimizer)) == expected[look], look
+            elif look in OF_ONE and name in ("pp", "whole"):
+                read(of_optimizer)
+            else:
+                with pytest.raises(OptimizerError, match=r"of the optimizer's parameters.* sw\.full\(engine\)"):
+                    read(of_optimizer)
         trained(engine)
+
+    on_ranks(name, run)
+
+
+OF_GRADIENTS: dict[str, Callable[[list[Any]], object]] = {
+    "clip_grad_norm_": lambda held: nn.utils.clip_grad_norm_(held, 1.0),
+    "clip_grad_value_": lambda held: nn.utils.clip_grad_value_(held, 1.0),
+    "norm": lambda held: held[0].grad.norm(),
+    "add_": lambda held: held[0].add_(held[0].grad),
+    "grad =": lambda held: setattr(held[0], "grad", torch.ones_like(held[0])),
+    "foreach": lambda held: torch._foreach_norm([each.grad for each in held]),
+    "tolist": lambda held: held[0].grad.tolist(),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_between_steps_an_optimizer_has_no_gradients_and_state_by_its_own_parameters(name: str) -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = after_two(channel, name)
+        state = engine.optimizer.state
+        for each in engine.model.parameters():
+            if name in HAVE_ALL:
+                assert each in state
+                assert state[each]["exp_avg"].shape == each.shape
+                assert state.get(each) is state[each]
+                continue
+            for ask in (state.__getitem__, state.get, state.__contains__):
+                with pytest.raises(OptimizerError, match=r"sw\.full_state_dict\(engine, optimizer=True\)"):
+                    ask(each)
+        assert state[torch.zeros(1)] == {}
+        engine.optimizer.zero_grad()
+        engine.optimizer.zero_grad(set_to_none=False)
+        for read in OF_GRADIENTS.values():
+            with torch.no_grad(), pytest.raises(OptimizerError, match=r"outside of .* Call engine\.step\(batch\)"):
+                read(masters(engine.optimizer))
 
     on_ranks(name, run)
 
@@ -134,63 +170,40 @@ ALONE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["pp", "whole"])
-@pytest.mark.parametrize("look", ALONE)
-def test_a_whole_parameter_of_the_optimizer_is_read_alone(look: str, name: str) -> None:
-    def run(channel: sw.Channel, name: str) -> list[Any]:
-        engine = after_two(channel, name)
-        with torch.no_grad():
-            return [ALONE[look](each) for each in masters(engine.optimizer) if each.numel()]
+@torch.no_grad()
+def read_alone(parameters: list[Any]) -> dict[str, list[float]]:
+    return {look: flat([read(each) for each in parameters if each.numel()]) for look, read in ALONE.items()}
 
-    expected = on_ranks("one", partial(run, name="one"))[0]
-    found = [value for rank in on_ranks(name, partial(run, name=name)) for value in rank]
-    rounding = 1e-2 if "bfloat16" in look else 1e-5
-    assert sorted(flat(found)) == pytest.approx(sorted(flat(expected)), rel=rounding, abs=1e-6)
+
+@pytest.mark.parametrize("name", ["pp", "whole"])
+def test_a_whole_parameter_of_the_optimizer_is_read_alone(name: str) -> None:
+    found = on_ranks(name, lambda channel: read_alone(masters(after_two(channel, name).optimizer)))
+    for look, expected in read_alone(list(plain(adamw)[0].parameters())).items():
+        values = sorted(value for of_rank in found for value in of_rank[look])
+        rounding = 1e-2 if "bfloat16" in look else 1e-5
+        assert values == pytest.approx(sorted(expected), rel=rounding, abs=1e-6), look
 
 
 ELEMENT_BY_ELEMENT: dict[str, Callable[[Any], object]] = {
-    "clamp_": lambda each: each.clamp_(-0.05, 0.05),
     "data": lambda each: each.data.mul_(0.5),
-    "foreach": lambda each: torch._foreach_mul_([each], 0.5),
     "lerp_": lambda each: each.lerp_(torch.zeros_like(each), 0.5),
     "decayed": lambda each: each.add_(each.detach().clone().sign(), alpha=-0.01),
+    "foreach": lambda each: torch._foreach_mul_([each], 0.5),
+    "clamp_": lambda each: each.clamp_(-0.05, 0.05),
     "where": lambda each: each.copy_(torch.where(each > 0, each, torch.zeros_like(each))),
 }
 
 
 @pytest.mark.parametrize("name", ["one", "stage 1", "tp", "pp", "pp tp"])
-@pytest.mark.parametrize("write", ELEMENT_BY_ELEMENT)
-def test_what_goes_element_by_element_over_the_model_s_parameters_is_right_on_parts(write: str, name: str) -> None:
-    @torch.no_grad()
-    def written(model: nn.Module) -> nn.Module:
-        for each in model.parameters():
-            ELEMENT_BY_ELEMENT[write](each)
-        return model
-
+def test_what_goes_element_by_element_over_the_model_s_parameters_is_right_on_parts(name: str) -> None:
     def run(channel: sw.Channel) -> None:
-        engine = engine_on(channel, name)
-        written(engine.model)
-        expected = written(tower()).state_dict()
-        assert all(torch.equal(each, expected[key]) for key, each in sw.full(engine))
-
-    on_ranks(name, run)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_state_of_the_model_s_parameters_is_there_or_says_what_gives_it(name: str) -> None:
-    def run(channel: sw.Channel) -> None:
-        engine = after_two(channel, name)
-        state = engine.optimizer.state
-        for each in engine.model.parameters():
-            if name in HAVE_ALL:
-                assert each in state
-                assert state[each]["exp_avg"].shape == each.shape
-                assert state.get(each) is state[each]
-            else:
-                for ask in (state.__getitem__, state.get, state.__contains__):
-                    with pytest.raises(OptimizerError, match=r"sw\.full_state_dict\(engine, optimizer=True\)"):
-                        ask(each)
-        assert state[torch.zeros(1)] == {}
+        engine, expected = engine_on(channel, name), tower()
+        for way, write in ELEMENT_BY_ELEMENT.items():
+            with torch.no_grad():
+                for each in [*engine.model.parameters(), *expected.parameters()]:
+                    write(each)
+            values = dict(sw.full(engine))
+            assert all(torch.equal(values[key], each) for key, each in expected.state_dict().items()), way
 
     on_ranks(name, run)
 

@@ -1,5 +1,6 @@
 """What travels, what is cast and what is held, counted: bytes equal the plan's, once per update whatever is merged."""
 
+from collections import OrderedDict
 from itertools import pairwise
 from typing import Any
 
@@ -8,30 +9,13 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm import RecordedCall
 from tests.covering import covering
 from tests.engine.loops import begun, plan_of
 from tests.engine.memory import counted_from_now, tensor_bytes_alive
 from tests.oracle.batches import points, square_loss
+from tests.oracle.places import data_share
 from tests.oracle.program import adamw
-
-WIDTHS = (4, 40, 9, 30, 1)
-NUM_ELEMENTS = sum((one + 1) * two for one, two in pairwise(WIDTHS))
-KEPT = (9 + 1) * 30
-
-
-class Tower(nn.Module):
-    """Four layers; the third may be kept in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(one, two) for one, two in pairwise(WIDTHS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float()
-
+from tests.oracle.programs import PROGRAMS
 
 SHARDINGS: dict[str, dict[str, Any]] = {
     "slice": {"bucket_bytes": 500},
@@ -40,83 +24,111 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "dp_shard": {"bucket_bytes": 500, "owners": "dp_shard"},
     "whole of dp_shard": {"bucket_bytes": 500, "owners": "dp_shard", "partition": "whole"},
 }
+OF_STAGE_3: dict[str, dict[str, Any]] = {
+    "one bucket": {"keep_gathered": True},
+    "whole": {"units": ("blocks.*", "blocks.*.attention")},
+}
 PRECISIONS = {
     "fp32": sw.Precision(),
     "bf16": sw.Precision(compute="bfloat16"),
-    "bf16-kept": sw.Precision(compute="bfloat16", keep=("layers.2",)),
+    "bf16-kept": sw.Precision(compute="bfloat16", keep=("*norm*",)),
     "bf16-narrow": sw.Precision(compute="bfloat16", accumulate="bfloat16"),
     "fp32-sent-bf16": sw.Precision(reduce="bfloat16"),
 }
 
 
-def engine_of(channel: sw.Channel, plan: sw.Plan) -> Any:
-    return begun(channel, Tower, plan, optimizer=adamw, loss=square_loss)
-
-
-def recorded(channel: sw.Channel, plan: sw.Plan, steps: int = 2) -> tuple[Any, list[list[RecordedCall]]]:
-    """An engine after some updates, and the calls of each."""
-    channel = sw.Recorded(channel)
-    engine, calls = engine_of(channel, plan), []
-    for seed in range(steps):
-        channel.clear()
-        engine.step(points(seed, plan.merge.microbatches))
-        calls.append(list(channel.calls))
-    return engine, calls
-
-
 @pytest.mark.parametrize(
-    ("mesh", "stage", "k", "sharding", "precision"),
+    ("program", "mesh", "stage", "k", "sharding", "precision"),
     covering(
-        ["dp_shard=2", "dp_shard=3", "dp_shard=8", "dp_replicate=2,dp_shard=3", "dp_replicate=3"],
-        [0, 1],
-        [1, 4],
+        ["units", "units tied", "units twice", "units frozen"],
+        ["single", "dp_shard=2", "dp_shard=3", "dp_replicate=2,dp_shard=3", "dp_replicate=3"],
+        [0, 1, 2, 3],
+        [1, 3],
         list(SHARDINGS),
         list(PRECISIONS),
         strength=2,
     ),
 )
 def test_bytes_sent_and_elements_cast_equal_the_plan(
-    mesh: str, stage: int, k: int, sharding: str, precision: str
+    program: str, mesh: str, stage: int, k: int, sharding: str, precision: str
 ) -> None:
-    """Each call is counted, and each owned element is cast once per update."""
-    plan = plan_of(mesh, stage, k, sharding=SHARDINGS[sharding], precision=PRECISIONS[precision])
+    """Each call is counted, and each owned element is cast once per update; the second update is like the first."""
+    net = PROGRAMS[program]
+    trained = {name for name, each in net.make().named_parameters() if each.requires_grad}
+    settings = SHARDINGS[sharding] | (OF_STAGE_3.get(sharding, {}) if stage == 3 else {})
+    plan = plan_of(mesh, stage, k, sharding=settings, precision=PRECISIONS[precision])
 
-    def run(channel: sw.Channel) -> int:
-        engine, (_, calls) = recorded(channel, plan)
-        planned, counters = engine.traffic(), engine.counters
-        gathered = [call for call in calls if call.operation == "all_gather" and call.purpose.startswith("parameters")]
-        reduced = [call for call in calls if call.purpose.startswith("gradients")]
-        assert sum(call.bytes_sent for call in gathered) == planned.gather_bytes
-        assert sum(call.bytes_sent for call in reduced) == planned.reduce_bytes
-        rest = [call for call in calls if call not in gathered and call not in reduced]
-        assert [call.operation for call in rest] == ["exchange"] * 2
-        operations = [call.operation for call in calls]
-        assert 2 * operations.count("exchange") == counters.exchanges
-        assert 2 * operations.count("all_gather") == counters.all_gathers
-        assert 2 * operations.count("reduce_scatter") == counters.reduce_scatters
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        engine = net.engine(plan, recorded)
+        counters, before = engine.counters, engine.counters.cast_elements
+        operations: list[str] = []
+        for _ in range(2):
+            recorded.clear()
+            engine.step(data_share(net.batches[0], plan.mesh, channel.rank))
+            sent = dict.fromkeys(("parameters", "gradients"), 0)
+            for call in recorded.calls:
+                operations.append(call.operation)
+                for what in sent:
+                    if call.operation != "exchange" and call.purpose.startswith(what):
+                        sent[what] += call.bytes_sent
+            planned = engine.traffic()
+            assert sent == {"parameters": planned.gather_bytes, "gradients": planned.reduce_bytes}
+        assert operations.count("exchange") == counters.exchanges
+        assert operations.count("all_gather") == counters.all_gathers
+        assert operations.count("reduce_scatter") == counters.reduce_scatters
+        masters = [each for each in engine.state() if each.name.endswith("/master")]
+        owned = [each.num_elements for each in masters if each.name.split("/")[1] in trained]
+        assert counters.cast_elements - before == 2 * sum(owned)
         assert counters.updates == 2
-        return int(counters.cast_elements)
 
-    cast = {"bf16-kept": NUM_ELEMENTS - KEPT, "bf16": NUM_ELEMENTS, "bf16-narrow": NUM_ELEMENTS}.get(precision, 0)
-    copies = plan.mesh.size if stage == 0 else plan.mesh.dp_replicate if "dp_shard" in sharding else 1
-    assert sum(sw.simulate(plan.mesh.size, run)) == 2 * cast * copies
+    sw.simulate(plan.mesh.size, run)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
+WIDTHS = (4, 40, 9, 30, 1)
+NUM_ELEMENTS = sum((one + 1) * two for one, two in pairwise(WIDTHS))
+
+
+def tower() -> nn.Module:
+    """Four layers, of which one may be kept in float32."""
+    layers = [nn.Sequential(nn.Linear(one, two), nn.Tanh()) for one, two in pairwise(WIDTHS)]
+    return nn.Sequential(OrderedDict(zip(("first", "second", "norm", "last"), layers, strict=True)))
+
+
+def batch_of(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    batch = points(seed, rows)
+    return {"input": batch["x"], "y": batch["y"]}
+
+
+def engine_of(channel: sw.Channel, plan: sw.Plan) -> Any:
+    return begun(channel, tower, plan, optimizer=adamw, loss=lambda output, batch: square_loss(output.float(), batch))
+
+
 @pytest.mark.parametrize(
-    ("precision", "k", "bytes_of_gradient", "bytes_of_copy"),
-    [("fp32", 1, 4, 4), ("fp32", 4, 4, 4), ("bf16", 1, 2, 2), ("bf16", 4, 4, 2), ("bf16-narrow", 4, 2, 2)],
+    ("precision", "num_ranks", "k", "bytes_of_gradient", "bytes_of_copy"),
+    [
+        *[("fp32", 2, 1, 4, 4), ("fp32", 8, 4, 4, 4), ("bf16", 8, 1, 2, 2)],
+        *[("bf16", 2, 4, 4, 2), ("bf16-narrow", 8, 4, 2, 2)],
+    ],
 )
-def test_bytes_sent_are_those_of_the_formula(
-    num_ranks: int, precision: str, k: int, bytes_of_gradient: int, bytes_of_copy: int
+def test_bytes_sent_are_those_of_the_formula_also_where_a_step_says_how_many_microbatches_it_has(
+    precision: str, num_ranks: int, k: int, bytes_of_gradient: int, bytes_of_copy: int
 ) -> None:
-    plan = plan_of(f"dp_shard={num_ranks}", k=k, precision=PRECISIONS[precision])
+    plan = plan_of(f"dp_shard={num_ranks}", k=2, precision=PRECISIONS[precision])
     formula = (num_ranks - 1) * NUM_ELEMENTS / num_ranks
     padding = 8 * 16 + 16 * num_ranks  # slots and parts start at multiples of 16 elements
-    for _, (_, calls) in sw.simulate(num_ranks, lambda channel: recorded(channel, plan)):
-        for operation, num_bytes in (("reduce_scatter", bytes_of_gradient), ("all_gather", bytes_of_copy)):
-            sent = sum(call.bytes_sent for call in calls if call.operation == operation)
-            assert formula * num_bytes <= sent <= (formula + padding) * num_bytes
+
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        engine = engine_of(recorded, plan)
+        recorded.clear()
+        engine.step(batch_of(k), microbatches=k)
+        sizes = {"reduce_scatter": bytes_of_gradient, "all_gather": bytes_of_copy}
+        for operation, num_bytes in sizes.items():
+            assert formula * num_bytes <= recorded.bytes_sent(operation) <= (formula + padding) * num_bytes
+        assert recorded.bytes_sent("reduce_scatter") == engine.traffic(microbatches=k).reduce_bytes
+
+    sw.simulate(num_ranks, run)
 
 
 @pytest.mark.parametrize("k", [1, 5])
@@ -125,43 +137,17 @@ def test_an_update_is_one_reduction_and_one_gathering_per_bucket_whatever_is_mer
     k: int, bucket_bytes: int, num_buckets: int
 ) -> None:
     plan = plan_of("dp_shard=3", k=k, sharding={"bucket_bytes": bucket_bytes})
-    for _, steps in sw.simulate(3, lambda channel: recorded(channel, plan)):
-        for calls in steps:
-            operations = sorted(call.operation for call in calls)
+
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        engine = engine_of(recorded, plan)
+        for seed in range(2):
+            recorded.clear()
+            engine.step(batch_of(k, seed))
+            operations = sorted(call.operation for call in recorded.calls)
             assert operations == [*["all_gather"] * num_buckets, *["exchange"] * 2, *["reduce_scatter"] * num_buckets]
 
-
-def test_the_number_of_microbatches_of_a_step_decides_its_bytes() -> None:
-    def run(channel: sw.Channel) -> None:
-        watched = sw.Recorded(channel)
-        engine = engine_of(watched, plan_of("dp_shard=2", precision=PRECISIONS["bf16"]))
-        for k in (1, 4, 1, 2):
-            watched.clear()
-            engine.step(points(0, 8), microbatches=k)
-            assert watched.bytes_sent("reduce_scatter") == engine.traffic(microbatches=k).reduce_bytes
-        assert engine.traffic(microbatches=4).reduce_bytes == 2 * engine.traffic().reduce_bytes
-
-    sw.simulate(2, run)
-
-
-def test_one_rank_sends_nothing() -> None:
-    [(_, steps)] = sw.simulate(1, lambda channel: recorded(channel, plan_of(precision=PRECISIONS["bf16"])))
-    assert [(call.operation, call.bytes_sent) for calls in steps for call in calls] == [("exchange", 0)] * 4
-
-
-def test_a_skipped_update_is_counted_and_gathers_nothing() -> None:
-    def run(channel: sw.Channel) -> None:
-        watched = sw.Recorded(channel)
-        engine = engine_of(watched, plan_of("dp_shard=2", precision=PRECISIONS["bf16"]))
-        watched.clear()
-        batch = points(0, 4)
-        assert engine.step({**batch, "y": batch["y"] * torch.inf} if channel.rank else batch).skipped
-        assert watched.bytes_sent("all_gather") == 0
-        assert (engine.counters.skipped, engine.counters.updates, engine.counters.cast_elements) == (1, 0, 0)
-        assert not engine.step(batch).skipped
-        assert (engine.counters.skipped, engine.counters.updates) == (1, 1)
-
-    sw.simulate(2, run)
+    sw.simulate(3, run)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +165,7 @@ def test_memory_that_is_held_is_what_the_plan_says(
     def run(channel: sw.Channel) -> Any:
         engines[channel.rank] = engine = engine_of(channel, plan)
         for seed in range(2):
-            engine.step(points(seed, k))
+            engine.step(batch_of(k, seed))
         moments = [state["exp_avg"].numel() for state in engine.optimizer.state.values()]
         assert sum(moments) == engine.footprint().owned_elements
         assert all(parameter.grad is None for parameter in engine.model.parameters())
@@ -195,7 +181,7 @@ def test_memory_that_is_held_is_what_the_plan_says(
 
 def test_training_leaves_no_tensors_behind() -> None:
     engine = engine_of(sw.comm.alone(), plan_of(k=2, precision=PRECISIONS["bf16"]))
-    batch = points(0, 4)
+    batch = batch_of(4)
     engine.step(batch)
     before = tensor_bytes_alive()
     for _ in range(3):

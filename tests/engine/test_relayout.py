@@ -14,16 +14,11 @@ import shardwise as sw
 from shardwise.errors import ModelError, PlanError, ShardwiseError
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, layout, same_bits, state_of, train
 from tests.engine.loops import mean_square, sgd
-from tests.oracle.batches import word_batch, word_loss
-from tests.oracle.comparison import assert_close
-from tests.oracle.decoder import DECODER, decoder
-from tests.oracle.places import data_share, put_together
-from tests.oracle.program import adamw, plan_of
+from tests.oracle.batches import word_batch
+from tests.oracle.decoder import decoder
 from tests.refusals import Refusals
 
 FOUR = {name: plan for name, plan in LAYOUTS.items() if plan.mesh.size == 4}
-
-
 ROUNDS = [
     ["four-replicas", "tensor-two-stages", "stage3-replicas-bf16", "stages-four-bf16", "tensor-two-x-two-whole-bf16"],
     ["tensor-two-parts-x-two", "stage3-stages", "four-replicas-whole", "stages-two-x-two", "stage2-replicas"],
@@ -42,8 +37,7 @@ def with_masters(whole: Whole) -> Whole:
     return {name: each for name, each in (whole | masters).items() if not name.endswith("/master")}
 
 
-@pytest.mark.parametrize("has_trained", [True, False], ids=["trained", "fresh"])
-@pytest.mark.parametrize("names", ROUNDS, ids=["first", "second"])
+@pytest.mark.parametrize(("names", "has_trained"), [(ROUNDS[0], True), (ROUNDS[1], False)], ids=["trained", "fresh"])
 def test_through_five_layouts_and_back_to_the_bits_it_started_from(names: Sequence[str], has_trained: bool) -> None:
     def run(channel: sw.Channel) -> list[tuple[dict[sw.Piece, torch.Tensor], dict[str, Any], Whole]]:
         engine = engine_of(FOUR[names[0]], channel)
@@ -87,6 +81,8 @@ SAME_BITS = [
 
 
 def test_training_goes_on_as_if_nothing_had_been_with_the_same_dropout() -> None:
+    """`tests/oracle/test_trained_before.py` goes between axes, to the order of sums."""
+
     def still(channel: sw.Channel) -> list[float]:
         return train(engine_of(SAME_BITS[0], channel), channel, range(8))
 
@@ -101,39 +97,6 @@ def test_training_goes_on_as_if_nothing_had_been_with_the_same_dropout() -> None
     wanted = sw.simulate(4, still)
     assert sw.simulate(4, moving) == wanted
     assert len(set(wanted[0])) == 8
-
-
-MOVES = [
-    ("dp_shard=4", 3, 1),
-    ("pp=2,tp=2", 1, 4),
-    ("dp_shard=2,tp=2", 2, 2),
-    ("pp=2,dp_shard=2", 3, 2),
-    ("dp_replicate=2,tp=2", 0, 2),
-    ("dp_shard=2,tp=2", 3, 2),
-]
-"""Four microbatches in all, whoever has them."""
-
-
-def test_between_all_axes_training_goes_on_to_the_order_of_sums() -> None:
-    """float64: what is left of a difference is the order in which ranks add."""
-    plans = [plan_of(DECODER, mesh, stage=stage, k=k, clip=0.2) for mesh, stage, k in MOVES]
-
-    def run(channel: sw.Channel, plans: Sequence[sw.Plan]) -> tuple[Any, ...]:
-        engine = sw.parallelize(decoder(0.2), plans[0], optimizer=adamw, loss=word_loss, channel=channel)
-        losses, norms = [], []
-        for update, plan in enumerate(plans):
-            if plan is not engine.plan:
-                engine = sw.relayout(engine, plan)
-            report = engine.step(data_share(word_batch(update, 12), plan.mesh, channel.rank))
-            losses.append(report.loss)
-            norms.append(report.grad_norm)
-        held_out = engine.evaluate(data_share(word_batch(9, 12), plan.mesh, channel.rank)).loss
-        return losses, norms, held_out, [state_of(engine)] * len(losses)
-
-    moved = put_together(sw.simulate(4, lambda channel: run(channel, plans)))
-    one = [plan_of(DECODER, k=4, clip=0.2)] * len(plans)
-    still = put_together(sw.simulate(1, lambda channel: run(channel, one)))
-    assert_close(moved, still, relative=1e-9, names=decoder().state_dict().keys() - {"head.weight"})
 
 
 def test_schedules_hooks_and_optimizers_of_the_user_go_on_and_the_engine_before_refuses() -> None:
@@ -176,20 +139,6 @@ def test_schedules_hooks_and_optimizers_of_the_user_go_on_and_the_engine_before_
     sw.simulate(4, run)
 
 
-def test_the_memory_of_the_engine_before_goes() -> None:
-    def run(channel: sw.Channel) -> None:
-        before = engine_of(FOUR["stages-two-x-two"], channel)
-        train(before, channel, [0])
-        engine = sw.relayout(before, FOUR["tensor-two-parts-x-two"])
-        kept = weakref.ref(before)
-        del before
-        gc.collect()
-        assert kept() is None
-        train(engine, channel, [1])
-
-    sw.simulate(4, run)
-
-
 PLANS: dict[str, Callable[[int], Any]] = {
     "another world": lambda _: LAYOUTS["three-slice"],
     "no such rule": lambda _: replace(FOUR["tensor-two-stages"], tensor=sw.Tensor(rules={"upp": "column"})),
@@ -205,36 +154,32 @@ PLANS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def refused_on(name: str, channel: sw.Channel) -> tuple[list[float], dict[str, ShardwiseError]]:
-    """The losses of an engine to which every plan is given, and what it says."""
-    engine = engine_of(FOUR[name], channel)
-    losses, said = train(engine, channel, range(2)), {}
-    for at, (case, plan_for) in enumerate(PLANS.items()):
-        with pytest.raises(ShardwiseError) as caught:
-            sw.relayout(engine, plan_for(channel.rank))
-        said[case] = caught.value
-        losses += train(engine, channel, [2 + at])
-    return losses, said
+@cache
+def refused_by_all() -> dict[str, ShardwiseError]:
+    """What an engine says to which every plan is given; between them it trains as if nothing had been."""
 
-
-@pytest.mark.parametrize("name", ["tensor-two-x-two-whole-bf16", "stage3-stages"])
-def test_a_plan_that_cannot_be_leaves_the_engine_as_it_was(name: str) -> None:
     def still(channel: sw.Channel) -> list[float]:
-        return train(engine_of(FOUR[name], channel), channel, range(2 + len(PLANS)))
+        return train(engine_of(FOUR["four-replicas"], channel), channel, range(2 + len(PLANS)))
 
-    results = sw.simulate(4, lambda channel: refused_on(name, channel))
+    def run(channel: sw.Channel) -> tuple[list[float], dict[str, ShardwiseError]]:
+        engine = engine_of(FOUR["four-replicas"], channel)
+        losses, said = train(engine, channel, range(2)), {}
+        for at, (case, plan_for) in enumerate(PLANS.items()):
+            with pytest.raises(ShardwiseError) as caught:
+                sw.relayout(engine, plan_for(channel.rank))
+            said[case] = caught.value
+            losses += train(engine, channel, [2 + at])
+        return losses, said
+
+    results = sw.simulate(4, run)
     assert [losses for losses, _ in results] == sw.simulate(4, still)
     assert all(str(said) == str(results[0][1]) for _, said in results), "every rank is told the same"
-
-
-@cache
-def said_by_four() -> dict[str, ShardwiseError]:
-    return sw.simulate(4, lambda channel: refused_on("four-replicas", channel))[0][1]
+    return results[0][1]
 
 
 def refused(case: str) -> Callable[[], None]:
     def call() -> None:
-        raise said_by_four()[case]
+        raise refused_by_all()[case]
 
     return call
 
@@ -247,8 +192,9 @@ def no_engine() -> None:
 REFUSED = Refusals("engine.relayout", {case: refused(case) for case in PLANS} | {"no engine": no_engine})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_in_words(case: str) -> None:
+def test_a_plan_that_cannot_be_is_refused_and_leaves_the_engine_as_it_was(case: str) -> None:
     REFUSED.check(case)
 
 
@@ -271,7 +217,7 @@ class Noted(torch.nn.Parameter):
     note: str
 
 
-def test_parameters_keep_their_class_and_what_is_noted_on_them() -> None:
+def test_parameters_keep_their_class_and_what_is_noted_on_them_and_the_engine_before_goes() -> None:
     def run(channel: sw.Channel) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
         layers: list[Any] = list(model)
@@ -281,7 +227,10 @@ def test_parameters_keep_their_class_and_what_is_noted_on_them() -> None:
         data = sw.Mesh(dp_shard=2)
         engine = sw.parallelize(model, sw.Plan(mesh=data), optimizer=sgd, loss=mean_square, channel=channel)
         for plan in (sw.Plan(mesh=data, sharding=sw.Sharding(stage=3)), sw.Plan(mesh=sw.Mesh(pp=2)), engine.plan):
+            before = weakref.ref(engine)
             engine = sw.relayout(engine, plan)
+            gc.collect()
+            assert before() is None
             for layer in layers:
                 assert isinstance(layer.weight, Noted)
                 assert type(layer.bias) is not Noted

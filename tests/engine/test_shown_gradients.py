@@ -1,4 +1,4 @@
-"""Gradients that a plain program reaches by hooks of parameters or between steps: whole ones, or a refusal."""
+"""Gradients that a plain program reaches by hooks of parameters: whole ones, or a refusal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,49 +8,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import OptimizerError, ShardwiseError
-from tests.covering import pairwise
-from tests.engine.tower import PLANS, engine_on, masters, on_ranks, plain, tower, trained
-
-Log = list[float]
-
-
-READS: dict[str, Callable[[Any], object]] = {
-    "clip_grad_norm_": lambda optimizer: nn.utils.clip_grad_norm_(masters(optimizer), 1.0),
-    "clip_grad_value_": lambda optimizer: nn.utils.clip_grad_value_(masters(optimizer), 1.0),
-    "norm": lambda optimizer: masters(optimizer)[0].grad.norm(),
-    "add_": lambda optimizer: masters(optimizer)[0].add_(masters(optimizer)[0].grad),
-    "grad =": lambda optimizer: setattr(masters(optimizer)[0], "grad", torch.ones_like(masters(optimizer)[0])),
-    "foreach": lambda optimizer: torch._foreach_norm([each.grad for each in masters(optimizer)]),
-    "clone": lambda optimizer: masters(optimizer)[0].grad.clone(),
-    "tolist": lambda optimizer: masters(optimizer)[0].grad.tolist(),
-}
-
-
-@pytest.mark.parametrize(("read", "name"), pairwise(list(READS), list(PLANS)))
-def test_gradients_of_masters_outside_of_a_step_are_refused(read: str, name: str) -> None:
-    def run(channel: sw.Channel) -> None:
-        engine = engine_on(channel, name)
-        trained(engine)
-        with torch.no_grad():
-            engine.optimizer.zero_grad()
-            engine.optimizer.zero_grad(set_to_none=False)
-            with pytest.raises(OptimizerError, match=r"outside of engine\.step.* Call engine\.step\(batch\)"):
-                READS[read](engine.optimizer)
-
-    on_ranks(name, run)
-
-
-def test_ranks_that_write_unlike_values_to_masters_are_refused() -> None:
-    def run(channel: sw.Channel) -> None:
-        engine = engine_on(channel, "stage 0")
-        with torch.no_grad():
-            for each in masters(engine.optimizer):
-                each.fill_(channel.rank)
-        trained(engine)
-
-    with pytest.raises(ShardwiseError, match="rank 0 and rank 1 now differ"):
-        sw.simulate(2, run)
+from shardwise.errors import OptimizerError
+from tests.covering import covering
+from tests.engine.tower import PLANS, engine_on, on_ranks, plain, tower, trained
 
 
 class Scaled(nn.Module):
@@ -70,7 +30,7 @@ def scaled() -> nn.Module:
     return model
 
 
-HOOKS: dict[str, Callable[[torch.Tensor, Log], object]] = {
+HOOKS: dict[str, Callable[[torch.Tensor, list[float]], object]] = {
     "masks rows": lambda gradient, _: torch.cat([gradient[:3] * 0, gradient[3:]]),
     "of one length": lambda gradient, _: gradient / gradient.norm(),
     "centralises": lambda gradient, _: gradient - gradient.mean(0),
@@ -80,7 +40,7 @@ HOOKS: dict[str, Callable[[torch.Tensor, Log], object]] = {
 }
 
 
-def put_on_parameters(hook: str, is_accumulated: bool, model: nn.Module, log: Log) -> None:
+def put_on_parameters(hook: str, is_accumulated: bool, model: nn.Module, log: list[float]) -> None:
     def seen(gradient: torch.Tensor) -> Any:
         found = HOOKS[hook](gradient, log)
         return found if isinstance(found, torch.Tensor) else None
@@ -98,15 +58,14 @@ def put_on_parameters(hook: str, is_accumulated: bool, model: nn.Module, log: Lo
                 each.register_hook(seen)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after parallelize"])
-@pytest.mark.parametrize("is_accumulated", [False, True], ids=["hook", "accumulated"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "is_accumulated", "late"), covering(list(HOOKS), [False, True], [False, True]))
 def test_a_hook_of_a_parameter_gets_the_whole_gradient_under_tp(hook: str, is_accumulated: bool, late: bool) -> None:
+    """`late`: it was put there after parallelize."""
     expected, noted = scaled(), list[float]()
     put_on_parameters(hook, is_accumulated, expected, noted)
     plain(model=expected)
 
-    def run(channel: sw.Channel) -> tuple[list[torch.Tensor], Log]:
+    def run(channel: sw.Channel) -> tuple[list[torch.Tensor], list[float]]:
         model, log = scaled(), list[float]()
         if not late:
             put_on_parameters(hook, is_accumulated, model, log)

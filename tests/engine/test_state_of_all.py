@@ -8,7 +8,6 @@ import pytest
 
 from shardwise.engine.state_of_all import merged_settings
 from shardwise.errors import MismatchError, PeerError
-from tests.costs import calls_in
 
 
 def text(rank: int, *, lr: float = 0.1) -> bytes:
@@ -40,10 +39,3 @@ def test_they_are_merged_and_the_rank_that_differs_or_says_nothing_is_named() ->
             merged([text(rank, lr=0.2 if rank == odd else 0.1) for rank in range(8)])
     with pytest.raises(PeerError, match="rank 2"):
         merged([text(0), text(1), b"[]", b"[]"])
-
-
-def test_more_ranks_cost_little() -> None:
-    few, many = ([text(rank) for rank in range(count)] for count in (12, 1200))
-    costs = [calls_in(partial(merged, texts)) for texts in (few, many)]
-    assert costs[1] - costs[0] < 8 * len(many)  # to look each text up
-    assert costs[0] > 100

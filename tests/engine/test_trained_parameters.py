@@ -1,32 +1,63 @@
-"""Parameters that are frozen and unfrozen between steps, and groups that come later: as in a plain loop."""
+"""Parameters that come and go between steps, and groups that steps update alone: as in a plain loop."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from itertools import pairwise as pairs
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
 from shardwise.comm import Channel, alone
-from shardwise.errors import MismatchError, OptimizerError
 from tests.covering import pairwise
-from tests.engine.loops import plan_of, share
-from tests.engine.refusals import same_error_everywhere
+from tests.engine.loops import mean_square, plan_of, share
+from tests.engine.refusals import raise_of_all
+from tests.engine.tower import DATA
+from tests.oracle.batches import microbatches_of
 from tests.oracle.program import seeded
 from tests.refusals import Refusals
 
-Batch = dict[str, torch.Tensor]
-Story = Callable[[Any, Any], Iterator[Batch]]
-"""f(model, optimizer): what the loop does before each step happens before its batch is given."""
+Batch = Mapping[str, torch.Tensor]
 STEPS = 7
-RULES = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
 
-def batch_of(step: int) -> Batch:
+@dataclass(frozen=True)
+class Turn:
+    """One step: of some groups or all, with a loss of its own or the loop's, by one optimizer of several."""
+
+    batch: Batch
+    only: Any = None
+    loss: Callable[..., torch.Tensor] | None = None
+    at: int = 0
+
+
+Story = Callable[[Any, list[Any]], Iterator[Turn]]
+"""f(model, optimizers): what the loop does before each step happens before its turn is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A program."""
+
+    make: Callable[[], Any]
+    optimizers: Callable[[Any], list[torch.optim.Optimizer]]
+    story: Story
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[..., torch.Tensor] = mean_square
+
+
+# Parameters that are frozen for some steps ----------------------------------------------------------------------------
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(8, 4, generator=generator) for name in ("x", "y")}
 
@@ -69,28 +100,28 @@ def turn(module: nn.Module, on: bool) -> None:
         each.requires_grad_(on)
 
 
-def gradually(model: Any, _: Any) -> Iterator[Batch]:
+def gradually(model: Any, _: Any) -> Iterator[Turn]:
     """From the top down, through parameters that the loop has held since before parallelize; the optimizer has all."""
     kept = [list(block.parameters()) for block in model.blocks]
     turn(model.blocks, False)
     for step in range(STEPS):
         for each in kept[2 - step // 2] if step in (2, 4) else ():
             each.requires_grad_(True)
-        yield batch_of(step)
+        yield Turn(batch_of(step))
 
 
-def with_new_groups(model: Any, optimizer: Any) -> Iterator[Batch]:
+def with_new_groups(model: Any, optimizers: list[Any]) -> Iterator[Turn]:
     """The optimizer gets each block when it is unfrozen."""
     turn(model.blocks, False)
     for step in range(STEPS):
         if step in (2, 4):
             block = model.blocks[2 - step // 2]
             turn(block, True)
-            optimizer.add_param_group({"params": list(block.parameters()), "lr": 0.02, "weight_decay": 0.3})
-        yield batch_of(step)
+            optimizers[0].add_param_group({"params": list(block.parameters()), "lr": 0.02, "weight_decay": 0.3})
+        yield Turn(batch_of(step))
 
 
-def off_and_on(model: Any, _: Any) -> Iterator[Batch]:
+def off_and_on(model: Any, _: Any) -> Iterator[Turn]:
     """What has state rests for some steps, once together with what has just been unfrozen, and goes on."""
     first, last = model.blocks
     changes = {
@@ -103,175 +134,366 @@ def off_and_on(model: Any, _: Any) -> Iterator[Batch]:
     for step in range(STEPS):
         for module, on in changes.get(step, ()):
             turn(module, on)
-        yield batch_of(step)
+        yield Turn(batch_of(step))
 
 
-STORIES: list[Story] = [gradually, with_new_groups, off_and_on]
+def in_groups(model: Any, _: Any) -> Iterator[Turn]:
+    """Groups that overlap; a step may name several."""
+    for step in range(STEPS):
+        only = (None, "ends", "middle", ("ends", "middle"))[step % 4]
+        yield Turn(batch_of(step), only=only, loss=None if step % 2 else lambda output, _: output.square().mean())
+
+
+def adamw(model: nn.Module, *, without: str = "-") -> list[torch.optim.Optimizer]:
+    named = [each for name, each in model.named_parameters() if without not in name]
+    return [torch.optim.AdamW(named, lr=0.05, weight_decay=0.1)]
+
+
+GROUPS: Mapping[str, Any] = {"ends": ("embed", "head.*"), "middle": ("blocks.*", "head.bias")}
+
+
+def loop(story: Story, *, is_tied: bool = False, without: str = "-") -> Loop:
+    make = seeded(lambda: Net(is_tied=is_tied))
+    return Loop(make=make, optimizers=partial(adamw, without=without), story=story, groups=GROUPS, loss=loss_of)
+
+
+# Parts that train by turns --------------------------------------------------------------------------------------------
+
+
+class Gan(nn.Module):
+    """A generator and a critic; the forward is that of the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.d = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.nothing = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})  # no loss uses it
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.g(z)
+        return made
+
+
+def points_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(8, width, generator=generator) for name, width in (("z", 4), ("real", 6))}
+
+
+def by_turns(model: Any, optimizers: list[Any]) -> Iterator[Turn]:
+    """Two of three losses call the critic; one needs no forward of the model."""
+
+    def tell_apart(fake: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return F.softplus(-model.d(batch["real"])).mean() + F.softplus(model.d(fake)).mean()
+
+    def penalty(batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model.d(batch["real"])
+        return found.square().mean()
+
+    def deceive(fake: torch.Tensor, _: Batch) -> torch.Tensor:
+        return F.softplus(-model.d(fake)).mean()
+
+    turns: list[tuple[str, Callable[..., torch.Tensor]]] = [
+        ("critic", tell_apart), ("critic", penalty), ("generator", deceive)
+    ]  # fmt: skip
+    for step in range(STEPS):
+        only, loss = turns[step % 3]
+        yield Turn(points_of(step), only=only, loss=loss, at=len(optimizers) - 1 if only == "critic" else 0)
+
+
+def of_parts(model: Gan) -> list[torch.optim.Optimizer]:
+    """One of each part; the critic's has two groups, one of them with what nothing uses."""
+    return [
+        torch.optim.AdamW(model.g.parameters(), lr=0.01),
+        torch.optim.SGD([{"params": model.d.parameters()}, {"params": model.nothing.parameters()}], lr=0.1),
+    ]
+
+
+PARTS: Mapping[str, Any] = {"generator": "g.*", "critic": ("d", "nothing.[a-z]*")}
+GAN = Loop(make=seeded(Gan), optimizers=of_parts, story=by_turns, groups=PARTS)
+LOOPS = {
+    "gradually": loop(gradually),
+    "with new groups": loop(with_new_groups, is_tied=True, without="blocks"),
+    "off and on": loop(off_and_on),
+    "off and on, tied": loop(off_and_on, is_tied=True),
+    "in groups": loop(in_groups),
+    "by turns": GAN,
+    "by turns of one optimizer": Loop(make=seeded(Gan), optimizers=adamw, story=by_turns, groups=PARTS),
+}
+RULES = {
+    "blocks": {"*.up": "column", "*.down": "row"},
+    "turns": {"g.0": "column", "g.2": "row", "d.0": "column", "d.2": "row"},
+}
+
 Found = tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]
 """Losses and norms, parameters, and what the average of the weights gives in the end."""
 
 
-def begun(story: Story, is_tied: bool) -> tuple[Any, torch.optim.Optimizer, Any, Iterator[Batch]]:
-    model = seeded(lambda: Net(is_tied=is_tied))()
-    every = [each for name, each in model.named_parameters() if story is not with_new_groups or "blocks" not in name]
-    optimizer = torch.optim.AdamW(every, lr=0.05, weight_decay=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), story(model, optimizer)
+def begun(given: Loop) -> tuple[Any, list[torch.optim.Optimizer], list[Any], Iterator[Turn]]:
+    model = given.make()
+    optimizers = given.optimizers(model)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+    return model, optimizers, schedulers, given.story(model, optimizers)
 
 
-def plain(story: Story, parts: int = 1, *, clip: float | None = 0.5, is_tied: bool = False) -> Found:
-    model, optimizer, scheduler, batches = begun(story, is_tied)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+def is_of(name: str, patterns: Any) -> bool:
+    heads = [each.split("*")[0].split("[")[0] for each in ([patterns] if isinstance(patterns, str) else patterns)]
+    return any(name.startswith(each) for each in heads)
+
+
+def plain(given: Loop, parts: int = 1, *, clip: float | None = None) -> Found:
+    """In one process, with `requires_grad` off for what a step leaves out."""
+    model, optimizers, schedulers, turns = begun(given)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     figures = []
-    for batch in batches:
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(*(each.chunk(parts) for each in batch.values()), strict=True):
-            loss = loss_of(model(x), {"y": y})
-            (loss / parts if parts > 1 else loss).backward()
-            total += loss.item() / parts
-        norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]).item()
+    for each in turns:
+        only = (each.only,) if isinstance(each.only, str) else each.only
+        was = {one: one.requires_grad for one in model.parameters()}
+        for name, one in model.named_parameters():
+            one.requires_grad_(was[one] and (only is None or any(is_of(name, given.groups[group]) for group in only)))
+        mine = [one for one in model.parameters() if one.requires_grad]
+        optimizers[each.at].zero_grad()
+        loss, total = each.loss or given.loss, 0.0
+        for part in microbatches_of(each.batch, 1, parts)[0]:
+            output = () if len(inspect.signature(loss).parameters) == 1 else (model(next(iter(part.values()))),)
+            value = loss(*output, part)
+            (value / parts if parts > 1 else value).backward()
+            total += value.item() / parts
+        figures.append((total, nn.utils.get_total_norm([one.grad for one in mine if one.grad is not None]).item()))
         if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        scheduler.step()
+            nn.utils.clip_grad_norm_(mine, clip)
+        optimizers[each.at].step()
+        schedulers[each.at].step()
         average.update_parameters(model)
-        figures.append((total, norm))
-    held_out = loss_of(average.module(batch["x"]), batch).item()
-    return figures, {name: each.detach().clone() for name, each in model.named_parameters()}, held_out
+        for one, before in was.items():
+            one.requires_grad_(before)
+    held_out = given.loss(average.module(next(iter(each.batch.values()))), each.batch).item()
+    return figures, {name: one.detach().clone() for name, one in model.named_parameters()}, held_out
 
 
-def ours(channel: Channel, plan: sw.Plan, story: Story, *, is_tied: bool = False, folder: Any = None) -> Found:
-    model, optimizer, scheduler, batches = begun(story, is_tied)
-    first = next(batches)
+def ours(
+    channel: Channel, given: Loop, plan: sw.Plan, *, folder: Path | None = None, moves_to: sw.Plan | None = None
+) -> Found:
+    """folder: it is saved and loaded on the way. moves_to: it goes on under another plan."""
+    model, optimizers, schedulers, turns = begun(given)
+    first = next(turns)
     held = {name: id(each) for name, each in model.named_parameters()}
-    engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
+    engine: sw.Engine = sw.parallelize(
+        model, plan, optimizer=optimizers, loss=given.loss, channel=channel, groups=given.groups
+    )
     figures = []
-    for batch in chain([first], batches):
-        report = engine.step(share(engine, batch))
-        scheduler.step()
+    for each in chain([first], turns):
+        report = engine.step(share(engine, each.batch), only=each.only, loss=each.loss)
+        schedulers[each.at].step()
         figures.append((report.loss, report.grad_norm))
+        assert {name: id(one) for name, one in model.named_parameters()} == held, "the user's own objects"
         if len(figures) == 6 and folder is not None:  # what was saved comes back, whatever is frozen
             sw.save(folder / "save", engine)
             sw.load(folder / "save", engine)
-    assert engine.counters.updates == engine.steps == STEPS
-    assert {name: id(each) for name, each in model.named_parameters()} == held, "the user's own objects"
-    assert engine.optimizer is optimizer
+        if len(figures) == 3 and moves_to is not None:
+            engine = sw.relayout(engine, moves_to)
+            held = {name: id(one) for name, one in model.named_parameters()}
+    assert list(engine.optimizers) == optimizers
     held_out = 0.0
     if plan.average is not None:
         with engine.averaged():
-            held_out = engine.evaluate(share(engine, batch)).loss
+            held_out = engine.evaluate(share(engine, each.batch)).loss
     return figures, {name: values.cpu().clone() for name, values in sw.full(engine)}, held_out
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("story", STORIES)
-def test_one_rank_trains_as_a_plain_loop_does_to_the_bit(story: Story, clip: float | None, is_tied: bool) -> None:
-    figures, values, _ = ours(alone(), sw.Plan(clip_grad_norm=clip), story, is_tied=is_tied)
-    expected, wanted, _ = plain(story, clip=clip, is_tied=is_tied)
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_rank_trains_as_a_plain_loop_does_to_the_bit(name: str, clip: float | None) -> None:
+    figures, values, _ = ours(alone(), LOOPS[name], sw.Plan(clip_grad_norm=clip))
+    expected, wanted, _ = plain(LOOPS[name], clip=clip)
     assert figures == expected
-    assert all(torch.equal(values[name], each) for name, each in wanted.items())
+    assert all(torch.equal(values[key], each) for key, each in wanted.items())
+
+
+MESHES = ["dp_shard=2", "pp=2", "tp=2", "pp=2,dp_shard=2"]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stage", "k", "story", "on_device", "is_tied"),
+    ("name", "mesh", "stage", "k", "on_device", "moves"),
     pairwise(
-        ["dp_shard=2", "pp=2", "tp=2", "pp=2,dp_shard=2", "dp_replicate=2,tp=2"],
-        [0, 1, 2, 3],
-        [1, 2],
-        STORIES,
-        [False, True],
-        [False, True],
+        [each for each in LOOPS if each != "off and on"], MESHES, [0, 1, 2, 3], [1, 2], [False, True], [False, True]
     ),
 )
 def test_ranks_train_as_a_plain_loop_does(
-    fake: str, tmp_path: Any, mesh: str, stage: int, k: int, story: Story, on_device: bool, is_tied: bool
+    fake: str, tmp_path: Path, name: str, mesh: str, stage: int, k: int, on_device: bool, moves: bool
 ) -> None:
-    """Also an average of the weights."""
+    """Also an average of the weights, around a save, and from one layout to another."""
     settings: Any = {"clip_grad_norm": 0.5, "average": sw.Average(decay=0.9)}
-    plan = plan_of(mesh, stage, k, sharding={"bucket_bytes": 200}, rules=RULES, **settings)
+    stages = {"g": 0, "d": 1, "nothing": 1} if "turns" in name else None
+    rules = RULES["turns" if "turns" in name else "blocks"]
+    plan, other = (
+        plan_of(each, stage, k, sharding={"bucket_bytes": 200}, rules=rules, stages=stages, **settings)
+        for each in (mesh, "tp=2" if mesh == "pp=2" else "pp=2" if "," not in mesh else "dp_shard=2,tp=2")
+    )
 
     def run(channel: Channel) -> Found:
-        return ours(channel, plan, story, is_tied=is_tied, folder=tmp_path)
+        return ours(channel, LOOPS[name], plan, folder=tmp_path, moves_to=other if moves else None)
 
     found = sw.simulate(plan.mesh.size, run, device=fake if on_device else "cpu")
     assert all((each[0], each[2]) == (found[0][0], found[0][2]) for each in found)
-    expected = plain(story, k * plan.mesh.num_data_ranks, is_tied=is_tied)
+    expected = plain(LOOPS[name], k * plan.mesh.num_data_ranks, clip=0.5)
     torch.testing.assert_close(torch.tensor(found[0][0]), torch.tensor(expected[0]), rtol=2e-6, atol=1e-6)
-    for name, values in expected[1].items():
-        torch.testing.assert_close(found[0][1][name], values, rtol=0, atol=5e-7)
+    for key, values in expected[1].items():
+        torch.testing.assert_close(found[0][1][key], values, rtol=0, atol=5e-7)
     assert found[0][2] == pytest.approx(expected[2], rel=2e-6)
 
 
+# What a step leaves out -----------------------------------------------------------------------------------------------
+
+
 def engine_of(channel: Channel, plan: sw.Plan | None = None, optimizer: Any = torch.optim.AdamW, **more: Any) -> Any:
-    model = seeded(Net)()
-    return sw.parallelize(model, plan or sw.Plan(), optimizer=optimizer, loss=loss_of, channel=channel, **more)
+    given = {"optimizer": optimizer, "loss": loss_of, "groups": GROUPS, **more}
+    return sw.parallelize(seeded(Net)(), plan or sw.Plan(), channel=channel, **given)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_frozen_is_not_reduced_and_keeps_its_master_and_state(stage: int) -> None:
+@pytest.mark.parametrize("by", ["only", "requires_grad"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_step_leaves_out_stays_and_is_neither_reduced_nor_cast(stage: int, by: str) -> None:
+    """What steps count on masters of others is their own, and no write from outside."""
     plan = plan_of("dp_shard=2", stage, sharding={"bucket_bytes": 1}, compute="bfloat16")
 
-    def run(channel: Channel) -> list[int]:
+    def run(channel: Channel) -> list[tuple[int, int]]:
         engine = engine_of(channel, plan)
-        sums = [engine.counters.reduce_scatters]
-        for step in range(3):
-            if step:
-                turn(engine.model.blocks, step == 2)
+        counters, counts = engine.counters, []
+        batch = {name: each.bfloat16() for name, each in batch_of(channel.rank).items()}
+        for step in range(4):
+            leaves_out = step % 2 == 1
+            if by == "requires_grad":
+                turn(engine.model.blocks, not leaves_out)
             before = {piece: values.clone() for piece, values in engine.state().items()}
-            engine.step(batch_of(channel.rank))
-            sums.append(engine.counters.reduce_scatters)
-            still = [p.name for p, values in engine.state().items() if p in before and torch.equal(values, before[p])]
-            if step == 1:
-                assert sum("blocks" in name for name in still) == sum("blocks" in piece.name for piece in before)
-                assert not any("blocks" in piece.name for piece in engine.gradients())
-        return [after - before for before, after in pairs(sums)]
+            engine.step(batch, only="ends" if leaves_out and by == "only" else None)
+            counts.append((counters.reduce_scatters, counters.cast_elements))
+            engine.predict({"x": batch["x"]})
+            state = engine.state()
+            moved = {piece.name for piece in before if not torch.equal(state[piece], before[piece])}
+            assert not leaves_out or not any("blocks" in name for name in moved)
+            assert not leaves_out or not any("blocks" in piece.name for piece in engine.gradients())
+            assert by == "requires_grad" or all(each.requires_grad for each in engine.model.parameters())
+        return [(two[0] - one[0], two[1] - one[1]) for one, two in pairs(counts)]
 
-    one, other = sw.simulate(2, run)
-    assert one == other
-    assert one[0] == one[1] + 8 == one[2], "parameters of the blocks, with a bucket each"
-
-
-def on_ranks_that_freeze_others() -> None:
-    def run(channel: Channel) -> None:
-        engine = engine_of(channel, plan_of("dp_shard=2"))
-        turn(engine.model.head, channel.rank == 0)
-        try:
-            engine.step(batch_of(0))
-        finally:  # they go on when they agree
-            turn(engine.model.head, False)
-            engine.step(batch_of(0))
-
-    raise same_error_everywhere(2, run)
+    ranks = sw.simulate(2, run)
+    for left_out, every, again in ranks:
+        assert left_out == again
+        assert every[0] == left_out[0] + 8, "parameters of the blocks, with a bucket each"
+    cast = [sum(each[at][1] for each in ranks) for at in range(2)]
+    of_all = {name: each.numel() for name, each in Net().named_parameters()}
+    of_ends = sum(size for name, size in of_all.items() if "blocks" not in name)
+    assert cast == [count * (1 if stage else 2) for count in (of_ends, sum(of_all.values()))]
 
 
-def in_no_optimizer() -> None:
+class Counting(torch.optim.SGD):
+    """Counts its steps in each group, whether or not there is anything to do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+def broken(*_: object) -> torch.Tensor:
+    raise ZeroDivisionError
+
+
+def test_only_optimizers_and_groups_with_something_trained_step() -> None:
+    def run(channel: Channel) -> list[int]:
+        model = GAN.make()
+        critic: list[Any] = [*model.d.parameters(), *model.nothing.parameters()]
+        optimizer = Counting([{"params": [*model.g.parameters()]}, {"params": critic}], lr=0.1)
+        engine: sw.Engine = sw.parallelize(
+            model, sw.Plan(mesh=DATA), optimizer=optimizer, channel=channel, groups=PARTS
+        )
+        for each, _ in zip(by_turns(model, [optimizer]), range(3), strict=False):
+            engine.step(each.batch, only=each.only, loss=each.loss)
+        counts = [group["count"] for group in optimizer.param_groups]
+        model.d.requires_grad_(False)  # not left out by `only`: the plain loop goes on to step it
+        engine.step(points_of(channel.rank), loss=mean_square)
+        with pytest.raises(ZeroDivisionError):
+            engine.step(points_of(0), only="critic", loss=broken)
+        assert all(each.requires_grad for each in model.g.parameters())
+        return counts + [group["count"] for group in optimizer.param_groups]
+
+    assert sw.simulate(2, run) == [[1, 2, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_computes_in_bfloat16_keeps_every_bit_of_its_master_when_it_is_unfrozen(stage: int) -> None:
+    def run(channel: Channel) -> dict[str, torch.Tensor]:
+        plan = plan_of("dp_shard=2", stage, compute="bfloat16")
+        engine = engine_of(channel, plan, lambda given: torch.optim.SGD(given, lr=0.0))
+        for on in (False, True, False):
+            turn(engine.model.blocks, on)
+            engine.step({name: each.bfloat16() for name, each in batch_of(channel.rank).items()})
+        return {name: values.clone() for name, values in sw.full(engine, optimizer=True)}
+
+    found = sw.simulate(2, run)[0]
+    for name, values in seeded(Net)().named_parameters():
+        assert torch.equal(found.get(f"optimizer/{name}/master", found[name]), values), name
+
+
+@pytest.mark.parametrize(
+    "plan", [sw.Plan(), plan_of("dp_shard=2", 3), plan_of("tp=2", rules=RULES["blocks"])], ids=["", "3", "tp"]
+)
+def test_all_that_a_program_may_hold_of_an_engine_survives_what_it_takes_in(plan: sw.Plan) -> None:
     def run(channel: Channel) -> None:
         model = seeded(Net)()
         turn(model.embed, False)
-        optimizer = torch.optim.AdamW([each for name, each in model.named_parameters() if "embed" not in name])
-        engine = sw.parallelize(model, plan_of("dp_shard=2", 3), optimizer=optimizer, loss=loss_of, channel=channel)
-
-        def embedding() -> torch.Tensor:
-            return dict(sw.full(engine))["embed.weight"].clone()
-
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        engine: Any = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
+        engine.step(share(engine, batch_of(0)))
+        names = ("counters", "optimizers", "channel", "model", "trained_batches")
+        held = {name: getattr(engine, name) for name in names}
+        stepped, losses, asked = list[int](), list[float](), list[int]()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5**at)
+        optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+        engine.see_losses = losses.append
+        step, stop_asking = engine.step, engine.ask_in_steps(lambda: len(asked.__iadd__([1])) < 0)
         turn(model.embed, True)
-        try:
-            engine.step(batch_of(0))
-        finally:  # the way out works
-            assert engine.evaluate(batch_of(0)).loss > 0
-            turn(model.embed, False)
-            engine.step(batch_of(0))
-            optimizer.add_param_group({"params": [model.embed.weight], "lr": 0.5})
-            engine.step(batch_of(0))  # in a group and frozen
-            before = embedding()
-            engine.step(batch_of(1))
-            assert torch.equal(embedding(), before)
-            turn(model.embed, True)
-            engine.step(batch_of(0))
-            assert not torch.equal(embedding(), before)
+        step(share(engine, batch_of(0)))
+        schedule.step()
+        stop_asking()
+        engine.step(share(engine, batch_of(0)))
+        assert [len(each) for each in (stepped, losses, asked)] == [2, 2, 1]
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        assert held["counters"].updates == engine.counters.updates == 3
+        assert all(getattr(engine, name) in (each,) for name, each in held.items())
 
-    raise same_error_everywhere(2, run)
+    sw.simulate(plan.mesh.size, run)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks_that_freeze_others(channel: Channel) -> None:
+    engine = engine_of(channel, plan_of("dp_shard=2"))
+    turn(engine.model.head, channel.rank == 0)
+    try:
+        engine.step(batch_of(0))
+    finally:  # they go on when they agree
+        turn(engine.model.head, False)
+        engine.step(batch_of(0))
+
+
+def in_no_optimizer(channel: Channel) -> None:
+    model = seeded(Net)()
+    turn(model.embed, False)
+    [optimizer] = adamw(model, without="embed")
+    engine: Any = sw.parallelize(model, plan_of("dp_shard=2", 3), optimizer=optimizer, loss=loss_of, channel=channel)
+    turn(model.embed, True)
+    try:
+        engine.step(batch_of(0))
+    finally:  # the way out works
+        assert engine.evaluate(batch_of(0)).loss > 0
+        optimizer.add_param_group({"params": [model.embed.weight], "lr": 0.5})
+        for on in (False, True):  # in a group and frozen, and trained
+            turn(model.embed, on)
+            engine.step(batch_of(0))
+            before = dict(sw.full(engine))["embed.weight"].clone()
+            engine.step(batch_of(1))
+            assert torch.equal(dict(sw.full(engine))["embed.weight"], before) == (not on)
 
 
 def with_a_group(parameters: Callable[[Net], list[nn.Parameter]]) -> None:
@@ -284,114 +506,51 @@ def with_a_group(parameters: Callable[[Net], list[nn.Parameter]]) -> None:
         assert engine.step(batch_of(1)).loss == other.step(batch_of(1)).loss
 
 
+def with_a_stranger_on_one_rank(channel: Channel) -> None:
+    engine = engine_of(channel, plan_of("dp_shard=2", 3))
+    if channel.rank == 0:
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    engine.step(batch_of(channel.rank))
+
+
+def stepping(on_all: bool = True, **step: Any) -> Callable[[], None]:
+    def run(channel: Channel) -> None:
+        engine = engine_of(channel, sw.Plan(mesh=DATA))
+        try:
+            engine.step(batch_of(0), **(step if channel.rank or on_all else {}))
+        finally:
+            assert all(each.requires_grad for each in engine.model.parameters())
+            engine.step(batch_of(0))
+
+    return lambda: raise_of_all(2, run)
+
+
+def grouped(groups: Any, **step: Any) -> Callable[[], None]:
+    return lambda: engine_of(alone(), groups=groups).step(batch_of(0), **step)
+
+
 REFUSED = Refusals(
     "engine.trained_parameters",
     {
-        "other parameters are frozen on some ranks": on_ranks_that_freeze_others,
-        "what was unfrozen is in no optimizer": in_no_optimizer,
+        "other parameters are frozen on some ranks": lambda: raise_of_all(2, on_ranks_that_freeze_others),
+        "what was unfrozen is in no optimizer": lambda: raise_of_all(2, in_no_optimizer),
+        "a group of a stranger on one rank": lambda: raise_of_all(2, with_a_stranger_on_one_rank),
         "a group of a stranger": lambda: with_a_group(lambda model: [nn.Parameter(torch.ones(2))]),
         "a parameter in two groups": lambda: with_a_group(lambda model: list(model.embed.parameters())),
+        "no such group": stepping(only="painter"),
+        "no group": stepping(only=()),
+        "a number": stepping(only=3),
+        "nested names": stepping(only=["ends", ["middle"]]),
+        "a loss that is no function": stepping(loss=3),
+        "a group on one rank": stepping(False, only="ends"),
+        "no such parameter": grouped({"painter": "brush.*"}),
+        "no names": grouped({"painter": []}),
+        "a number for names": grouped({"painter": 3}),
+        "an engine without groups": grouped(None, only="ends"),
     },
-    kind=(MismatchError, OptimizerError),
 )
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_trained_is_refused_and_the_engine_goes_on(case: str) -> None:
     REFUSED.check(case)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_computes_in_bfloat16_keeps_every_bit_of_its_master_when_it_is_unfrozen(stage: int) -> None:
-    def run(channel: Channel) -> dict[str, torch.Tensor]:
-        model = seeded(Net)()
-        turn(model.blocks, False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        plan = plan_of("dp_shard=2", stage, compute="bfloat16")
-        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
-        for on in (False, True, False):
-            turn(model.blocks, on)
-            engine.step({name: each.bfloat16() for name, each in batch_of(channel.rank).items()})
-        return {name: values.clone() for name, values in sw.full(engine, optimizer=True)}
-
-    found = sw.simulate(2, run)[0]
-    for name, values in seeded(Net)().named_parameters():
-        assert torch.equal(found.get(f"optimizer/{name}/master", found[name]), values), name
-
-
-HELD = ("counters", "optimizers", "channel", "model", "trained_batches")
-"""What a program may keep of an engine."""
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        sw.Plan(average=sw.Average(decay=0.5)),
-        plan_of("dp_shard=2", 3),
-        plan_of("pp=2", stages={"embed": 0, "blocks": 0, "head": 1}),
-        plan_of("tp=2", rules=RULES),
-    ],
-    ids=["alone", "dp", "pp", "tp"],
-)
-def test_all_that_a_program_may_hold_of_an_engine_survives_what_it_takes_in(plan: sw.Plan) -> None:
-    def run(channel: Channel) -> None:
-        model = seeded(Net)()
-        turn(model.embed, False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        engine: Any = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
-        engine.step(share(engine, batch_of(0)))
-        held = {name: getattr(engine, name) for name in HELD}
-        noted: dict[str, list[Any]] = {key: [] for key in ("stepped", "losses", "asked", "updates", "spans")}
-        stepped, losses, asked, updates, spans = noted.values()
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5**at)
-        optimizer.register_step_post_hook(lambda *_: stepped.append(1))
-        engine.see_losses = losses.append
-        engine.extra = "set by an adapter"
-        step, stop_asking = engine.step, engine.ask_in_steps(lambda: len(asked.__iadd__([1])) < 0)
-        recorder = engine.recorder
-        recorder.spans, recorder.updates, recorder.clock = spans, updates, iter(range(10**6)).__next__
-        turn(model.embed, True)
-        step(share(engine, batch_of(0)))
-        schedule.step()
-        assert [len(each) for each in (stepped, losses, asked, updates)] == [1, 1, 1, 1]
-        assert spans
-        assert engine.extra == "set by an adapter"
-        assert optimizer.param_groups[0]["lr"] == 0.05
-        assert held["counters"].updates == engine.counters.updates == 2
-        assert all(getattr(engine, name) in (each,) for name, each in held.items())
-        stop_asking()
-        engine.step(share(engine, batch_of(0)))
-        assert [len(each) for each in (stepped, losses, asked, updates)] == [2, 2, 1, 2]
-        if plan.average is not None:
-            assert engine.num_averaged == 3
-            with engine.averaged():
-                engine.evaluate(batch_of(0))
-
-    sw.simulate(plan.mesh.size, run)
-
-
-class TurnsOn(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.requires_grad_(True)
-        out: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-        return out
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_a_step_leaves_out_stays_where_a_forward_turns_its_gradient_on(stage: int) -> None:
-    def run(channel: Channel) -> list[list[float]]:
-        losses = []
-        for kind in (nn.Sequential, TurnsOn):
-            engine = sw.parallelize(
-                seeded(lambda kind=kind: kind(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)))(),  # type: ignore[misc]
-                plan_of("dp_shard=2", stage, sharding={"bucket_bytes": 600}),
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-                loss=lambda output, batch: output.square().mean(),
-                groups={"first": "0.*", "last": "2.*"},
-                channel=channel,
-            )
-            losses.append([engine.step(torch.ones(2, 64), only=each).loss for each in (None, "last", "first", None)])
-        return losses
-
-    for without, turning in sw.simulate(2, run):
-        assert turning == without

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
 import shardwise as sw
 from shardwise.errors import MismatchError, ModelError
@@ -56,24 +56,12 @@ def norm_of_gradients(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
     return torch.stack([each.square().sum() for each in found if each is not None]).sum().sqrt()
 
 
-def product(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
-    """The Hessian times a vector."""
-    weights = list(module.parameters())
-    first = torch.autograd.grad(call(x).square().mean(), weights, create_graph=True)
-    along: Any = sum((each * each.detach()).sum() for each in first)
-    return sum(0.1 * each.square().mean() for each in torch.autograd.grad(along, weights, create_graph=True))
-
-
 def of_function(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
     return grad(lambda x: total(call, x))(x).square().mean()
 
 
 def pushed(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
     return jvp(call, (x,), (torch.ones_like(x),))[1].square().mean()
-
-
-def curvature(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
-    return hessian(lambda one: total(call, one))(x[:1]).square().mean()
 
 
 def per_row(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
@@ -89,8 +77,7 @@ def inner_step(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
 
 
 WAYS: dict[str, Way] = {
-    each.__name__: each
-    for each in (*(slope, ratio, norm_of_gradients, product, of_function, pushed, curvature, per_row, inner_step),)
+    each.__name__: each for each in (slope, ratio, norm_of_gradients, of_function, pushed, per_row, inner_step)
 }
 
 
@@ -169,35 +156,28 @@ def program_of(place: str, way: Way) -> Program:
 
 CHECKPOINT = sw.Activations(checkpoint="blocks")
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "one rank": ("single", {"stage": 0, "k": 2}),
-    "stage 0": ("dp_shard=2", {"stage": 0}),
     "stage 2": ("dp_shard=2", {"stage": 2}),
-    "stage 2, checkpoint": ("dp_shard=2", {"stage": 2, "activations": CHECKPOINT}),
-    "stage 3": ("dp_shard=2", {"stage": 3}),
     "stage 3, one unit": ("dp_shard=2", {"stage": 3, "units": (".",)}),
     "stage 3, nested": ("dp_shard=2", {"stage": 3, "units": (".", "blocks.*.up")}),
-    "stage 3, kept": ("dp_shard=2", {"stage": 3, "keep_gathered": True}),
     "stage 3, checkpoint": ("dp_shard=2", {"stage": 3, "activations": CHECKPOINT}),
-    "tp": ("tp=2", {"stage": 0, "k": 2}),
     "tp, stage 3": ("dp_shard=2,tp=2", {"stage": 3}),
     "pp": ("pp=2", {"stage": 1, "k": 2}),
     "pp, stage 3": ("pp=2,dp_shard=2", {"stage": 3}),
 }
-FORWARD_MODE = ("pushed", "curvature")
-OF_FUNCTIONS = (*FORWARD_MODE, "of_function", "per_row", "inner_step")
-OF_PARAMETERS = ("ratio", "norm_of_gradients", "product")
+OF_FUNCTIONS = ("pushed", "of_function", "per_row", "inner_step")
+OF_PARAMETERS = ("ratio", "norm_of_gradients")
 
 
 def words_of(way: str, place: str, plan: str) -> str:
     """What may be said where the numbers are not given: the rest has to be right."""
     said = []
-    if way in FORWARD_MODE and ("stage 3" in plan or "tp" in plan):
+    if way == "pushed" and ("stage 3" in plan or "tp" in plan):
         said.append("one forward-mode derivative at a time in a process")
     if way in OF_FUNCTIONS and "checkpoint" in plan and place == "child":
         said.append("Leave the module out of activations.checkpoint")
     if "tp" in plan and way in OF_FUNCTIONS:
         said.append("leave the module out of tensor.rules|gives other numbers when it is cut")
-    if "tp" in plan and way in (*OF_PARAMETERS, *FORWARD_MODE):
+    if "tp" in plan and way in (*OF_PARAMETERS, "pushed"):
         said.append("their losses are .* itself takes gradients of cut parameters")
     if "pp" in plan and place != "child":
         said += [
@@ -223,45 +203,18 @@ def test_gradients_inside_are_those_of_one_process(place: str, way: str, plan: s
         assert_close(got, in_one_process(program, cut), relative=1e-8)
 
 
-def engine_of(channel: sw.Channel, model: nn.Module, stage: int, units: Any = None, **settings: Any) -> Any:
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=stage, units=units))
-    given = {"loss": lambda output, _: (output - 1).square().mean(), "optimizer": sgd, **settings}
-    return sw.parallelize(model, plan, channel=channel, **given)
-
-
 def test_ranks_that_skip_a_microbatch_follow_those_that_take_gradients_in_it() -> None:
     def run(channel: sw.Channel, stage: int) -> list[float]:
-        settings: Any = {
-            "loss": lambda output, batch: (output - batch["y"]).square().mean(),
-            "loss_weight": lambda batch: float(batch["counts"]),
-        }
-        engine = engine_of(channel, seeded(lambda: Energy("root", slope))(), stage, **settings)
+        engine = sw.parallelize(
+            seeded(lambda: Energy("root", slope))(),
+            sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=stage)),
+            optimizer=sgd,
+            loss=lambda output, batch: (output - batch["y"]).square().mean(),
+            loss_weight=lambda batch: float(batch["counts"]),
+            channel=channel,
+        )
         x = BATCHES[0]["x"].chunk(2)[channel.rank]
         parts = [{"x": x, "y": x.sum(), "counts": counts} for counts in ((1.0, 2.0), (0.0, 1.0))[channel.rank]]
         return [engine.step(parts).loss for _ in range(3)]
 
     assert sw.simulate(2, lambda channel: run(channel, 3)) == sw.simulate(2, lambda channel: run(channel, 2))
-
-
-class Forces(Energy):
-    """Gives the slope of its energy, in evaluations too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            x = x.clone().requires_grad_()
-            (found,) = torch.autograd.grad(self.through(x).sum(), x, create_graph=self.training)
-        return found
-
-
-@pytest.mark.parametrize("units", [None, (".",)])
-def test_forces_are_given_in_steps_evaluations_and_predictions(units: tuple[str, ...] | None) -> None:
-    def run(channel: sw.Channel, stage: int) -> list[Any]:
-        model = seeded(lambda: Forces("nowhere", slope))()
-        engine = engine_of(channel, model, stage, units if stage == 3 else None)
-        found: list[Any] = []
-        for _ in range(2):
-            batch = {"x": BATCHES[0]["x"].chunk(2)[channel.rank]}
-            found += [engine.step(batch).loss, engine.evaluate(batch).loss, engine.predict(batch).tolist()]
-        return found
-
-    assert sw.simulate(2, lambda channel: run(channel, 3)) == sw.simulate(2, lambda channel: run(channel, 1))

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ Write = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def by_numpy(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     # A fresh tensor, which views the memory: `numpy()` of the tensor itself would keep it from being resized.
     tensor.data.view(bits).numpy()[...] = new.view(bits).numpy()
 
@@ -75,19 +75,12 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH)
         self.within: Callable[[Net, torch.Tensor], object] = lambda *_: None
         kinds = {
-            "number": torch.zeros(()),
-            "vector": torch.zeros(3),
-            "matrix": torch.zeros(2, 3),
+            "number": torch.zeros(1),
             "transposed": torch.zeros(3, 2, dtype=torch.float64).T,
-            "count": torch.zeros(2, 1, dtype=torch.int64),
-            "flags": torch.zeros(2, 2, dtype=torch.bool),
             "large": torch.zeros(300, 200),
         }
-        if buffers:
-            self.also = nn.Module()
-            self.also.register_buffer("matrix", kinds["matrix"])
-            for name, each in kinds.items():
-                self.register_buffer(name, each)
+        for name, each in kinds.items() if buffers else ():
+            self.register_buffer(name, each)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(input))
@@ -123,21 +116,11 @@ def on(plan: str, run: Callable[[sw.Channel], Any]) -> list[Any]:
 # Buffers --------------------------------------------------------------------------------------------------------------
 
 
-def next_values(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    if buffer.dtype == torch.bool:
-        return ~buffer if x.sum() > 0 else buffer.clone()
-    if not buffer.is_floating_point():
-        return buffer + len(x) + int(x.sum() > 0)
-    if buffer.numel() < 1000:
-        return buffer * 0.9 + x.float().mean().to(buffer.dtype)
-    new = buffer.clone()
-    new[: len(x)] += x.float().mean().to(buffer.dtype)  # a queue: few rows of many
-    return new
-
-
 def move_buffers(model: nn.Module, x: torch.Tensor, write: Write) -> None:
     for buffer in model.buffers():
-        write(buffer, next_values(buffer, x.detach()))
+        new = buffer.clone()
+        new[..., :1] += x.detach().float().mean()  # few elements of many
+        write(buffer, new)
 
 
 def place_in(model: Net, where: str, write: Write) -> None:
@@ -197,6 +180,7 @@ def test_buffers_move_once_and_are_those_of_data_rank_zero(
 # Parameters between steps ---------------------------------------------------------------------------------------------
 
 
+@cache
 def clamped(way: str, plan: str, compute: str | None, kind: str) -> list[Any]:
     """Losses and weights of a loop that clamps all weights between steps."""
 
@@ -303,19 +287,24 @@ REFUSED: list[tuple[str, str, str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(map(str, case[:3])))
-def test_a_write_to_what_is_no_master_is_refused_on_all_ranks(case: tuple[str, str, str | None, str], way: str) -> None:
-    where, plan, compute, words = case
+@pytest.mark.parametrize(
+    ("where", "plan", "compute", "words", "way"),
+    [(*case, way) for at, case in enumerate(REFUSED) for way in ("in place", UNCOUNTED[at % 3])],
+)
+def test_a_write_to_what_is_no_master_is_refused_on_all_ranks(
+    where: str, plan: str, compute: str | None, words: str, way: str
+) -> None:
     said, losses = writes_in_steps(way, plan, compute, where=where)
     assert all(words in each for each in said), said
     assert len(losses) == (where == "evaluation")
 
 
-@pytest.mark.parametrize("way", UNCOUNTED)
 @pytest.mark.parametrize(
-    ("where", "plan"),
-    [*(("forward", plan) for plan in ("one rank", "stage 0", "stage 1", "stage 2")), ("evaluation", "stage 1")],
+    ("where", "plan", "way"),
+    [
+        *[("forward", "one rank", "data"), ("forward", "stage 0", "numpy"), ("forward", "stage 1", "kernel")],
+        *[("forward", "stage 2", "data"), ("evaluation", "stage 1", "numpy")],
+    ],
 )
 def test_a_parameter_that_all_ranks_write_alike_is_kept(where: str, plan: str, way: str) -> None:
     said, losses = writes_in_steps(way, plan, None, where=where)
@@ -326,9 +315,8 @@ def test_a_parameter_that_all_ranks_write_alike_is_kept(where: str, plan: str, w
         assert losses == pytest.approx(writes_in_steps(way, "one rank", None, where=where)[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("compute", COMPUTES)
-@pytest.mark.parametrize("way", UNCOUNTED)
-def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(way: str, compute: str | None) -> None:
+@pytest.mark.parametrize(("compute", "way"), [(None, "data"), (None, "kernel"), ("bfloat16", "numpy")])
+def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(compute: str | None, way: str) -> None:
     def run(channel: sw.Channel) -> None:
         model = Net(Writing)
         engine = engine_of(model, channel, "stage 1", compute)
@@ -340,34 +328,3 @@ def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(way
             engine.evaluate(share(engine, batch_of(1)))
 
     on("stage 1", run)
-
-
-@pytest.mark.parametrize("way", ["data", "numpy"])
-def test_a_copy_of_a_parameter_at_rest_that_is_written_to_is_refused(way: str) -> None:
-    def run(channel: sw.Channel) -> None:
-        model = Net()
-        model.within = lambda net, _: WAYS[way](net.first.weight.detach(), torch.zeros(WIDTH, WIDTH))
-        step(engine_of(model, channel, "stage 3"), 0)
-
-    with pytest.raises(ModelError, match=r"a forward wrote to parameter 'first\.weight', which is a copy"):
-        on("stage 3", run)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_after_a_refused_step_the_next_one_begins_with_what_was_written(way: str) -> None:
-    """That step updated nothing: the values are those that a write between steps would have left."""
-
-    def run(channel: sw.Channel, *, in_forward: bool) -> list[float]:
-        model = Net()
-        engine = engine_of(model, channel, "one rank", "bfloat16")
-        if in_forward:
-            hook = model.register_forward_pre_hook(lambda *_: halve(model.first, WAYS[way]))
-            with pytest.raises(ModelError, match="it is a cast of a master"):
-                step(engine, 0)
-            hook.remove()
-        else:
-            halve(model.first, WAYS[way])
-        # The number of the step differs, on which nothing here depends.
-        return [step(engine, seed) for seed in range(2)]
-
-    assert sw.simulate(1, partial(run, in_forward=True)) == sw.simulate(1, partial(run, in_forward=False))

@@ -122,6 +122,15 @@ def swapping(net: Any, words: torch.Tensor) -> Any:
     return net.head(x)
 
 
+@of_parts(embedding=EMBEDDING, layer=SAME, head=HEAD)
+def twice(net: Any, words: torch.Tensor) -> Any:
+    """Calls a layer twice, and computes its activations again by a backward of their own."""
+    x = net.embedding(words)
+    for _ in range(2):
+        x = checkpoint(net.layer, x, use_reentrant=True)
+    return net.head(x)
+
+
 @of_parts(key=SAME, value=SAME, mix=SAME)
 def crossing(net: Any, x: torch.Tensor, memory: torch.Tensor, *others: torch.Tensor) -> Any:
     """Uses one value several times in each of several blocks, as cross attention does."""

@@ -39,7 +39,6 @@ DEEP = replace(
     ("settings", "budget"),
     [
         ({"mesh": "dp_shard=2", "stage": 3, "k": 2}, 60_000),
-        ({"mesh": "tp=2"}, 150_000),
         ({"mesh": "pp=2", "k": 4, "schedule": "interleaved"}, 150_000),
     ],
 )
@@ -90,9 +89,14 @@ def sampled(activations: sw.Activations, make: Callable[[], nn.Module], device: 
     return found
 
 
-@pytest.mark.parametrize("share", [1.1, 0.7, 0.4, 0.25])
 @pytest.mark.parametrize(
-    "how", [{"checkpoint": "blocks"}, {"checkpoint": ("*",)}, {"checkpoint": PARTS}, {"offload": "blocks"}]
+    ("how", "share"),
+    [
+        *(({"checkpoint": "blocks"}, share) for share in (1.1, 0.7, 0.25)),
+        *(({"checkpoint": ("*",)}, share) for share in (0.7, 0.4)),
+        *(({"checkpoint": PARTS}, share) for share in (0.7, 0.4)),
+        *(({"offload": "blocks"}, share) for share in (1.1, 0.25)),
+    ],
 )
 def test_the_bytes_of_a_device_keep_to_the_budget(fake: str, share: float, how: dict[str, Any]) -> None:
     budget = int(share * NUM_BLOCKS * SAVED)

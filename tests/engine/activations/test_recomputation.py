@@ -43,13 +43,11 @@ WHOLE_SAVING = replace(WHOLE, save=SAVING.save)
 @pytest.mark.parametrize(
     ("activations", "settings"),
     [
-        (BLOCKS, {"mesh": "pp=2,dp_shard=2,tp=2", "stage": 3, "k": 2}),
+        (BLOCKS, {"mesh": "pp=2,tp=2", "k": 2}),
         (BLOCKS, {"mesh": "dp_shard=2", "stage": 2}),
         (PARTS, {"mesh": "dp_shard=2", "stage": 3, "k": 2}),
         (SAVING, {"mesh": "tp=2", "k": 2}),
-        (SAVING, {"mesh": "pp=2", "k": 2, "schedule": "interleaved"}),
         (WHOLE, {"mesh": "dp_shard=2", "stage": 3, "k": 2}),
-        (WHOLE_SAVING, {"mesh": "pp=2", "k": 2}),
         (WHOLE_SAVING, {"mesh": "pp=2", "k": 2, "schedule": "interleaved"}),
     ],
 )

@@ -11,7 +11,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.activations import saved_on_host
-from shardwise.engine.activations.saved_on_host import HostTransfers
 from shardwise.errors import ModelError
 from shardwise.testing.accelerator import LAST, behind, counted
 from tests.engine.activations.nets import (
@@ -40,10 +39,9 @@ PARTS = sw.Activations(offload=("*.up", "*.attention"), checkpoint=("*.attention
     ("activations", "settings"),
     [
         (OFFLOAD, {"mesh": "pp=2", "k": 2, "schedule": "interleaved"}),
-        (BOTH, {"mesh": "pp=2,dp_shard=2,tp=2", "stage": 3, "k": 2}),
-        (PARTS, {"mesh": "tp=2", "k": 2}),
-        (sw.Activations(offload=("embedding", "blocks.?")), {"mesh": "dp_shard=2", "stage": 2, "k": 2}),
-        (sw.Activations(offload=(".",)), {"mesh": "pp=2", "k": 3}),
+        (BOTH, {"mesh": "dp_shard=2,tp=2", "stage": 3, "k": 2}),
+        (PARTS, {"mesh": "dp_shard=2", "stage": 2}),
+        (sw.Activations(offload=(".",)), {"mesh": "pp=2", "k": 2}),
     ],
 )
 def test_every_plan_has_the_bits_that_it_has_without(
@@ -125,7 +123,7 @@ def test_of_checkpointed_modules_the_inputs_move(fake: str) -> None:
 
 
 @pytest.mark.usefixtures("anywhere_fake")
-@pytest.mark.parametrize("seed", [LAST, 1, 2, 3])
+@pytest.mark.parametrize("seed", [LAST, 1])
 @pytest.mark.parametrize("activations", [OFFLOAD, BOTH])
 def test_streams_behind_the_host_change_nothing(seed: int, activations: sw.Activations) -> None:
     batch = {"input": torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))}
@@ -133,28 +131,6 @@ def test_streams_behind_the_host_change_nothing(seed: int, activations: sw.Activ
     with behind(seed):
         got = train(case, plan_of(case, k=2, activations=activations))
     assert_same(got, train(case, plan_of(case, k=2)))
-
-
-@pytest.mark.usefixtures("anywhere_fake")
-def test_a_storage_that_is_saved_several_times_moves_once() -> None:
-    def on_rank(channel: sw.Channel) -> tuple[int, list[float]]:
-        transfers = HostTransfers(nn.Module(), channel.device)
-        x = torch.full((2048,), 2.0, device=channel.device)
-        call = transfers.begin()
-        kept = [call.pack(x), call.pack(x[:1024]), call.pack(x.view(32, 64)), call.pack(y := x * 3.0)]
-        small, few = x[:8].clone(), x[:8]
-        for each in (small, few):  # they stay, without their nodes
-            stays = call.pack(each)
-            assert type(stays) is torch.Tensor
-            assert (stays.data_ptr(), stays.size()) == (each.data_ptr(), each.size())
-        transfers.end(call)
-        del x, y, few, each, stays
-        transfers.end(transfers.begin())
-        return transfers.num_bytes, [float(saved_on_host.unpack(each).sum()) for each in kept]
-
-    [(num_bytes, sums)] = sw.simulate(1, on_rank)
-    assert num_bytes == 2 * 2048 * 4
-    assert sums == [4096.0, 2048.0, 4096.0, 12288.0]
 
 
 def aside(net: Any, x: torch.Tensor) -> Any:
@@ -193,7 +169,7 @@ def written_later(writes: Callable[[Any, torch.Tensor], Any]) -> Program:
 
 @pytest.mark.usefixtures("anywhere_fake")
 @pytest.mark.parametrize("writes", [lambda net, x: x.mul_(2.0), lambda net, x: net.up(x.mul_(2.0).clone())])
-@pytest.mark.parametrize("names", [("0",), ("0", "2"), ("0", "1", "2")])
+@pytest.mark.parametrize("names", [("0",), ("0", "1", "2")])
 def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(names: tuple[str, ...], writes: Any) -> None:
     case = written_later(writes)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -52,25 +52,15 @@ def bert() -> Any:
     )
 
 
-def vit() -> Any:
-    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return _of_transformers().ViTForImageClassification(
-        _of_transformers().ViTConfig(**_SIZES, **dropouts, image_size=8, patch_size=4, num_labels=3)
-    )
+BUILDERS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2": gpt2, "t5": t5, "bert": bert}
 
+_TASKS = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": "SEQ_CLS"}
 
-BUILDERS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2": gpt2, "t5": t5, "bert": bert, "vit": vit}
-
-_TASKS = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": "SEQ_CLS", "vit": None}
-
-_QUERIES = {
-    **{"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]},
-    **{"bert": ["query", "value"], "vit": ["q_proj", "v_proj"]},
-}
+_QUERIES = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"], "bert": ["query", "value"]}
 
 _EMBEDDINGS = {"llama": "embed_tokens", "gpt2": "wte", "t5": "shared", "bert": "word_embeddings"}
 
-_WHOLE = {"llama": "lm_head", "gpt2": "wte", "t5": "lm_head", "bert": "pooler", "vit": "classifier"}
+_WHOLE = {"llama": "lm_head", "gpt2": "wte", "t5": "lm_head", "bert": "pooler"}
 
 
 def config(model: str, kind: str) -> Any:
@@ -96,11 +86,7 @@ def config(model: str, kind: str) -> Any:
         case "embedding":
             return LoraConfig(**{**common, "target_modules": [*_QUERIES[model], _EMBEDDINGS[model]]})
         case "ia3":
-            own: dict[str, Any] = (
-                {"target_modules": _QUERIES[model], "feedforward_modules": []} if model == "vit" else {}
-            )
-            own |= {"fan_in_fan_out": True} if model == "gpt2" else {}
-            return IA3Config(task_type=_TASKS[model], init_ia3_weights=False, **own)
+            return IA3Config(task_type=_TASKS[model], init_ia3_weights=False)
         case "rotation":  # merged with indices in buffers that are in no file
             return OFTConfig(r=2, oft_block_size=0, target_modules=_QUERIES[model], init_weights=False)
         case "shared":  # one pair of buffers for all modules
@@ -128,9 +114,6 @@ def batch(model: str, *, num_rows: int = ROWS, seed: int = 2) -> dict[str, torch
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(5, WORDS, (num_rows, 5), generator=generator)
     classes = torch.randint(0, 2, (num_rows,), generator=generator)
-    if model == "vit":
-        pixels = torch.randn(num_rows, 3, 8, 8, generator=generator, dtype=torch.float64)
-        return {"pixel_values": pixels, "labels": classes}
     return {"input_ids": words, "labels": classes if model == "bert" else words}
 
 
@@ -162,7 +145,7 @@ LAYOUTS = {
 
 def program(model: str, kind: str) -> Program:
     """Its loss is in float32, whatever it computes in."""
-    return Program(make=lambda: adapted(model, kind).train(), batches=[batch(model)] * 3)
+    return Program(make=lambda: adapted(model, kind).train(), batches=[batch(model)] * 2)
 
 
 def engine_of(channel: sw.Channel, model: Any, plan: sw.Plan, **settings: Any) -> sw.Engine:

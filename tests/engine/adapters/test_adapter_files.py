@@ -9,7 +9,6 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Recorded
-from shardwise.errors import ModelError
 from tests.engine.adapters.peft_models import LAYOUTS, adapted, base, batch, engine_of, logits, step
 from tests.engine.refusals import same_error_everywhere
 from tests.refusals import Refusals
@@ -154,22 +153,3 @@ REFUSED = Refusals(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_by_all_ranks(case: str) -> None:
     REFUSED.check(case)
-
-
-def test_parts_of_the_model_may_be_whole_alone() -> None:
-    """`engine.whole(only=...)`: others have shapes and no values, and a write to one is refused."""
-
-    def look(channel: sw.Channel) -> list[str]:
-        engine = trained(channel, LAYOUTS["stage 3"], "lora", steps=0)
-        with engine.whole(only="*.lora_A.*"):
-            held = {name for name, each in engine.model.named_parameters() if not each.is_meta}
-            assert held == {name for name, _ in engine.model.named_parameters() if ".lora_A." in name}
-            next(each for name, each in engine.model.named_parameters() if name in held).data.fill_(3.0)
-        with pytest.raises(ModelError, match="'nothing' matches none"), engine.whole(only="nothing"):
-            pass
-        full = dict(sw.full(engine))
-        return [name for name, each in full.items() if bool((each == 3.0).all())]
-
-    for found in sw.simulate(2, look):
-        assert len(found) == 1
-        assert ".lora_A." in found[0]

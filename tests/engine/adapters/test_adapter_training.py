@@ -100,29 +100,3 @@ def test_adapters_take_turns_around_a_save_and_are_left_out(first: str, second: 
     after = sw.simulate(2, partial(turns, plan=LAYOUTS[second], names=names[4:], loads=True))
     for one, other in zip(before, after, strict=True):
         assert one + other == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_frozen_parameters_have_no_state_and_are_not_reduced(layout: str) -> None:
-    plan, given = LAYOUTS[layout], batch("llama")
-    whole = adapted("llama", "lora")
-    trained = {name: each.numel() for name, each in whole.named_parameters() if each.requires_grad}
-    num_trained, total = sum(trained.values()), sum(each.numel() for each in whole.parameters())
-    assert num_trained < total / 3
-
-    def moments(channel: sw.Channel) -> int:
-        engine = engine_of(channel, adapted("llama", "lora"), plan)
-        step(engine, given, plan, channel)
-        states = {piece.name: each for piece, each in engine.state().items() if piece.name.startswith("optimizer/")}
-        assert {name.split("/")[1] for name in states} <= trained.keys()
-        assert {piece.name for piece in engine.gradients()} <= trained.keys()
-        footprint = engine.footprint()
-        assert footprint.owned_elements <= num_trained
-        assert footprint.gradient_bytes <= num_trained * 8 + 128 * len(trained) < total * 8 / 2  # each begins aligned
-        assert engine.traffic().reduce_bytes <= num_trained * 8 * 2 * plan.merge.microbatches
-        return sum(each.numel() for name, each in states.items() if name.endswith("exp_avg"))
-
-    copies = plan.mesh.dp_shard if plan.sharding.stage == 0 else 1
-    # What is whole along tp has its state on each of its ranks: `lora_A` beside columns.
-    held_by_all = sum(size for name, size in trained.items() if "lora_A" in name) if plan.mesh.tp > 1 else 0
-    assert sum(sw.simulate(plan.mesh.size, moments)) == (num_trained + held_by_all) * copies

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from tests.engine.channels import GoesOnAlone
 from tests.engine.refusals import same_error_everywhere
-from tests.oracle.batches import Batch
+from tests.oracle.batches import Batch, parts_of
 from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.places import data_share
 from tests.oracle.program import Program, adamw, plan_of, seeded
@@ -130,6 +130,25 @@ def test_all_ranks_compute_with_the_same_values_after_every_update(plan: sw.Plan
         assert seen.keys() == dict(four().named_parameters(remove_duplicate=False)).keys()
         frozen = seen["two.first.weight"]
         assert prepare is not freeze or torch.equal(frozen, four().two.first.weight.to(frozen.dtype))
+
+
+def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
+    """Of each stage what its microbatches add up to; by hand, with a weight for each use."""
+    model = four()
+    uses = [model.three.first, model.two.first, model.zero.first]
+    before: torch.Tensor = uses[0].weight.detach()
+    for each in uses:
+        each.weight = nn.Parameter(before.clone())
+    for part in parts_of(batch_of(0, 12), 2):
+        square(model(part["x"]), part).backward()
+
+    def updated(gradients: list[torch.Tensor]) -> torch.Tensor:
+        return before.add((gradients[0] + gradients[1] + gradients[2]) / 2, alpha=-1024.0)
+
+    gradients = [each.weight.grad for each in uses]
+    assert not torch.equal(updated(gradients), updated(gradients[::-1])), "the order shows"
+    for held in held_after(plan_on("pp=4", k=2), 1):
+        assert torch.equal(held.get("two.first.weight", updated(gradients)), updated(gradients))
 
 
 @pytest.mark.parametrize("only", [("one", "two"), ("one", "zero"), ("one", "three"), ()])

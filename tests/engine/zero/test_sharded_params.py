@@ -77,6 +77,7 @@ REFUSED = Refusals(
         "data": read(lambda model, weight: weight.data),
         "a list": read(lambda model, weight: weight.tolist()),
         "several in one operation": read(lambda model, weight: torch.stack([weight, weight])),
+        "a call of the model": read(lambda model, weight: model(BATCHES[0]["words"])),
         "a call past its unit": read(lambda model, weight: model.blocks[0].up(torch.ones(WIDTH))),
         "a move": read(lambda model, weight: model.to(torch.float64)),
         "a state dict": read(lambda model, weight: model.state_dict()),
@@ -94,40 +95,14 @@ def test_what_needs_values_is_refused_with_a_way_out(case: str) -> None:
     REFUSED.check(case)
 
 
-def test_what_is_not_gathered_tells_what_it_is_and_changes_its_plan_by_relayout() -> None:
+def test_what_is_not_gathered_tells_what_it_is() -> None:
     def run(channel: sw.Channel) -> None:
-        engine = begun(channel, lambda: Net("tied"), plan_of(3), **SETTINGS)
-        weight = engine.model.blocks[0].up.weight
+        weight = net_of(channel).model.blocks[0].up.weight
         assert (weight.shape, weight.dtype, weight.numel()) == ((17, WIDTH), torch.float32, 102)
         assert weight.requires_grad
         assert weight.grad is None
         weight.grad = None
         assert isinstance(weight, nn.Parameter)
         assert "not gathered (unit 'blocks.0')" in repr(weight)
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-        values = {name: each.clone() for name, each in sw.full(engine)}
-        for stage in (1, 3, 3, 2):
-            engine = sw.relayout(engine, plan_of(stage))
-            assert all(torch.equal(each, values[name]) for name, each in sw.full(engine)), stage
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-
-    sw.simulate(2, run)
-
-
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.embedding(words) @ self.embedding.weight.T
-        return out
-
-
-@pytest.mark.parametrize("units", [None, ("0",), (".",), (".", "0.embedding")])
-def test_a_parameter_may_be_read_past_its_unit(units: tuple[str, ...] | None) -> None:
-    def run(channel: sw.Channel) -> None:
-        engine = begun(channel, lambda: nn.Sequential(Reads()), plan_of(3, units=units), **SETTINGS)
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
 
     sw.simulate(2, run)

@@ -4,15 +4,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm import Work
 from shardwise.errors import CallMismatchError, MismatchError, ModelError, PeerError, ShardwiseError
 from tests.engine.channels import GoesOnAlone
 from tests.oracle.batches import share_of
-from tests.oracle.by_other_ways import one_expert, swapping
+from tests.oracle.by_other_ways import one_expert, swapping, twice
 from tests.oracle.program import plan_of
 from tests.oracle.programs import PROGRAMS, count_targets, on_words
 
@@ -120,23 +118,8 @@ def test_a_prediction_of_one_data_rank_alone_is_an_error() -> None:
         assert "exchange for 'parameters are written'" in str(error)
 
 
-class Twice(nn.Module):
-    """Calls a layer twice, and computes its activations again by a backward of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
 def test_a_gradient_that_comes_after_those_of_its_unit_is_told_with_the_unit() -> None:
-    program = on_words(Twice)
+    program = on_words(twice)
 
     def run(channel: sw.Channel) -> None:
         engine = program.engine(plan_of(program, "dp_shard=2", stage=3), channel)
