@@ -105,6 +105,9 @@ FORMS: dict[str, tuple[str, Mapping[str, Shape], int, int, str]] = {
     "fan out": ("a -> b\na^T -> c\na -> d, axis=0", {"a": (4, 6)}, 1, 3, ""),
     "part and join": ("a -> b, c, axis=0\nb^T, c^T -> d, axis=1", {"a": (4, 6)}, 1, 1, ""),
     "assigned again": ("a -> a, permute='[1,0]'\na -> b, c, axis=0\nb^T -> b", A34, 1, 2, ""),
+    "one half turned before it is joined again": (
+        *("w -> a, b, axis=0\nb -> b, permute='[0,2,1]'\na, b -> w, axis=0", {"w": (4, 3, 3)}, 2, 2, ""),
+    ),
     "flatten": ("a -> b, reshape='[-1]'", {"a": (4, 6)}, 3, 4, "b -> a, reshape='[4,6]'"),
     "unflatten": ("a -> b, reshape='[4,6]'", {"a": (24,)}, 4, 4, "b -> a, reshape='[24]'"),
     "one dim becomes two": ("a -> b, reshape='[2,3,4]'", {"a": (6, 4)}, 2, 3, "b -> a, reshape='[6,4]'"),

@@ -19,34 +19,20 @@ def box_pairs(draw: st.DrawFn) -> tuple[Box, Box]:
 
 @proven
 @given(box_pairs())
-def test_intersection_is_the_common_indices(pair: tuple[Box, Box]) -> None:
+def test_boxes_meet_move_and_count_as_their_indices_do(pair: tuple[Box, Box]) -> None:
     a, b = pair
-    common = sorted(set(indices_of_box(a)) & set(indices_of_box(b)))
+    indices = indices_of_box(a)
+    assert a.num_elements == len(indices)
+    assert a.ndim == len(a.slices()) == len(a.stop)
+    assert indices == list(product(*(range(stop)[part] for part, stop in zip(a.slices(), a.stop, strict=True))))
+    common = sorted(set(indices) & set(indices_of_box(b)))
     shared = a.intersect(b)
-    assert (shared is None) == (not common)
-    assert shared is None or indices_of_box(shared) == common
     assert shared == b.intersect(a)
-
-
-@proven
-@given(box_pairs())
-def test_counts_ends_and_slices_agree_with_the_indices(pair: tuple[Box, Box]) -> None:
-    box, _ = pair
-    indices = indices_of_box(box)
-    assert box.num_elements == len(indices)
-    assert box.ndim == len(box.slices()) == len(box.stop)
-    assert indices == list(product(*(range(stop)[part] for part, stop in zip(box.slices(), box.stop, strict=True))))
-
-
-@proven
-@given(box_pairs())
-def test_relative_box_moves_every_index_by_the_origin(pair: tuple[Box, Box]) -> None:
-    outer, inner = pair
-    shared = outer.intersect(inner)
+    assert (shared is None) == (not common)
     if shared is not None:
-        moved = shared.relative_to(outer.offset)
-        back = [tuple(map(sum, zip(index, outer.offset, strict=True))) for index in indices_of_box(moved)]
-        assert back == indices_of_box(shared)
+        assert indices_of_box(shared) == common
+        moved = indices_of_box(shared.relative_to(a.offset))
+        assert [tuple(map(sum, zip(index, a.offset, strict=True))) for index in moved] == common
 
 
 @proven

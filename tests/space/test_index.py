@@ -1,7 +1,7 @@
 """Indexes of pieces, against asking every piece."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given
@@ -32,6 +32,15 @@ def test_overlapping_pieces_are_those_with_a_common_element(case: tuple[list[Pie
     elements = set(elements_of_piece(piece))
     expected = [at for at, each in enumerate(pieces) if not elements.isdisjoint(elements_of_piece(each))]
     assert PieceIndex(pieces).overlapping(piece) == expected
+
+
+def test_among_all_runs_of_a_few_elements_those_with_a_common_one_are_found() -> None:
+    spans = list(combinations_with_replacement(range(7), 2))
+    pieces = [Piece(name="w", dtype="float32", global_shape=(2, 3), run=run) for run in spans]
+    index = PieceIndex(pieces)
+    for piece in pieces:
+        common = [at for at, each in enumerate(spans) if set(range(*each)) & set(range(*piece.elements))]
+        assert index.overlapping(piece) == common
 
 
 def runs(num_pieces: int) -> list[Piece]:

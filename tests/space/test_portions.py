@@ -1,6 +1,7 @@
 """Portions of cut tensors, against numpy's own slicing."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 from hypothesis import given
@@ -46,6 +47,12 @@ def test_pieces_of_a_run_hold_its_elements_and_no_others(portion: Portion, data:
     start = data.draw(st.integers(0, num_elements))
     stop = data.draw(st.integers(start, num_elements))
     check_pieces(portion, data.draw(st.sampled_from([None, (start, stop)])))
+
+
+def test_pieces_of_every_run_of_a_small_portion_hold_its_elements() -> None:
+    portion = Portion(global_shape=(3, 5), dim=1, ranges=((0, 1), (3, 5)))
+    for run in combinations(range(10), 2):
+        check_pieces(portion, run)
 
 
 @tried(40)

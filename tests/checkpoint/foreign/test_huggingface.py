@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore
-from shardwise.checkpoint.foreign import recognise
 from shardwise.errors import CheckpointError
 from tests.checkpoint.numbered_parts import KINDS, write_part
 from tests.contracts.format_cases import check_tensors
@@ -45,18 +43,6 @@ def test_a_file_says_its_metadata_and_is_read_alone_by_its_name(tmp_path: Path) 
     check_tensors(tmp_path / FIRST, SHARDS[FIRST])
     assert checkpoint.open(tmp_path / FIRST).location == str(tmp_path / FIRST)
     assert checkpoint.open(tmp_path / FIRST).extra == {"metadata": {"format": "pt", "name": FIRST}}
-
-
-def put_boxes(folder: Path, rows: list[tuple[int, int]]) -> torch.Tensor:
-    whole = torch.arange(15.0).view(5, 3)
-    for number, (first, stop) in enumerate(rows):
-        info = json.dumps({"w": {"saved_offsets": [first, 0]}})
-        put(folder, {f"{number}.safetensors": {"w": whole[first:stop].contiguous()}}, DCP_SHARDING_INFO=info)
-    return whole
-
-
-def test_boxes_in_several_files_make_up_a_tensor(tmp_path: Path) -> None:
-    check_tensors(tmp_path, {"w": put_boxes(tmp_path, [(0, 2), (2, 5)])})
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
@@ -113,8 +99,12 @@ def opened(files: Mapping[str, Mapping[str, torch.Tensor]], index: Any = None, *
 
 
 def boxes(*rows: tuple[int, int]) -> Any:
+    """Files of ranks, each with some rows of a tensor."""
+
     def call(folder: Path) -> object:
-        put_boxes(folder, list(rows))
+        for number, (first, stop) in enumerate(rows):
+            info = json.dumps({"w": {"saved_offsets": [first, 0]}})
+            put(folder, {f"{number}.safetensors": {"w": torch.ones(stop - first, 3)}}, DCP_SHARDING_INFO=info)
         return checkpoint.open(folder)
 
     return call
@@ -152,23 +142,3 @@ REFUSED = Refusals(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_go_together_is_refused(case: str) -> None:
     REFUSED.check(case)
-
-
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        ([], None),
-        (["README.md", "deep/model.safetensors"], None),
-        (["manifest.json", "1-rank00000.safetensors"], "shardwise"),
-        (["save-00000001/manifest.json", "save-00000001/1-rank00000.safetensors"], "shardwise"),
-        (["save-00000001/1-rank00000.safetensors"], None),
-        ([".metadata", "__0_0.distcp", "pytorch_model.bin"], "dcp"),
-        (["model.safetensors", "config.json"], "safetensors"),
-        (["model.safetensors.index.json"], "safetensors"),
-    ],
-)
-def test_formats_are_recognised_by_names(tmp_path: Path, names: list[str], kind: str | None) -> None:
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert recognise(LocalStore(tmp_path)) == kind

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 import shardwise as sw
@@ -119,17 +118,3 @@ def test_a_name_of_the_hub_is_told_from_a_place_here(tmp_path: Path, monkeypatch
     (tmp_path / "here").mkdir()
     with pytest.raises(CheckpointError, match=r"does not exist$"):
         checkpoint.open("here/absent")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "a\nb.safetensors"])
-def test_a_safetensors_file_is_read_by_itself(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    safetensors.torch.save_file({"w": torch.arange(2.0)}, path)
-    (tmp_path / "other.safetensors").write_bytes(b"damaged, and of no interest")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    target = {"w": torch.zeros(2)}
-    assert sw.load(path, target, channel=alone()).report.location == str(path)
-    assert target["w"].tolist() == [0, 1]
-    assert checkpoint.open(path).location == str(path)
-    assert checkpoint.diff(path, path).equal
-    assert checkpoint.open(checkpoint.convert(path, tmp_path / "saves").destination).read("w").tolist() == [0, 1]
