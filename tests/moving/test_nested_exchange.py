@@ -121,14 +121,3 @@ def test_a_peer_that_gives_other_bytes_is_named(header: bytes) -> None:
 
     with pytest.raises(PeerError, match="rank 1 gave"):
         sw.simulate(2, lambda channel: sw.exchange(None, channel=Answers(channel)))
-
-
-def test_a_lost_rank_is_named_to_the_others() -> None:
-    def run(channel: sw.Channel) -> Any:
-        if channel.rank == 1:
-            return None
-        with pytest.raises(PeerError, match="rollouts") as error:
-            sw.exchange(channel.rank, channel=channel, purpose="rollouts")
-        return error.value.rank
-
-    assert sw.simulate(3, run)[::2] == [1, 1]

@@ -10,11 +10,11 @@ Nothing of it knows of views, strides or boxes. What it refuses, the library mus
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from tests.rewrite.oracle import Instance, Interpreter, Line, Tensor, Values, laid, perform, split_line
+from tests.rewrite.oracle import Interpreter, Line, Tensor, Values, laid, split_line
 
 Layouts: TypeAlias = Mapping[str, tuple[int, ...]]
 Owner: TypeAlias = tuple[Any, ...]
@@ -50,10 +50,6 @@ class _Laying:
 class _Run(Interpreter):
     """The interpreter over all sections, with an eye on what lays tensors out."""
 
-    key: str = ""
-    number: int = -1
-    """Of the laying that the current instance is."""
-
     def run_text(self, text: str, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in sources.items():
             self.add_source(name, tensor)
@@ -64,24 +60,6 @@ class _Run(Interpreter):
                 self.run(split_line(line))
         return self.outputs()
 
-    def _results(self, instance: Instance, key: str) -> list[tuple[str, Tensor]]:
-        self.key = key
-        plane, right = self.planes[key], instance.right
-        if not instance.left or not right or instance.left[0] not in plane:
-            return []
-        tensors = [plane[name] for name in instance.left]
-        if key and tensors[0].shape == () != self.planes[""][instance.left[0]].shape:
-            return [(name, tensors[0]) for name in right]
-        made = perform(instance, tensors, (), model=self.casts and not key, lay=self.lay)
-        return list(zip(right, made, strict=True))
-
-    @property
-    def casts(self) -> bool:
-        return True
-
-    def lay(self, flag: str, tensors: list[Tensor], line: Line, num_right: int, right: tuple[int, ...]) -> list[Values]:
-        raise NotImplementedError
-
 
 @dataclass(slots=True)
 class _Following(_Run):
@@ -90,10 +68,8 @@ class _Following(_Run):
     layings: list[_Laying] = field(default_factory=list)
     tensor_of: list[int] = field(default_factory=list)
     """Of each number, which tensor was given it."""
-
-    @property
-    def casts(self) -> bool:
-        return False  # a cast would round the numbers
+    casts: ClassVar[bool] = False
+    """A cast would round the numbers."""
 
     def fresh(self, shape: Sequence[int]) -> Values:
         first, size = len(self.tensor_of), int(np.prod(shape, dtype=np.int64))
@@ -126,6 +102,8 @@ class _Saying(_Run):
     """[3] Tensors hold values, and degrees are known."""
 
     degrees: Sequence[tuple[int, int]] = ()
+    number: int = -1
+    """Of the laying that the current instance is."""
 
     def lay(self, flag: str, tensors: list[Tensor], line: Line, num_right: int, right: tuple[int, ...]) -> list[Values]:
         if flag not in PER_RANK:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -323,6 +323,13 @@ class Interpreter:
     unread: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
     added: set[str] = field(default_factory=set)
+    key: str = ""
+    """Of the plane on which it is."""
+    casts: ClassVar[bool] = True
+
+    def lay(self, flag: str, tensors: list[Tensor], line: Line, num_right: int, right: tuple[int, ...]) -> list[Values]:
+        """Carry out a `fused_` operation: see `laid`."""
+        return laid(flag, tensors, line, num_right, right)
 
     def add_source(self, name: str, tensor: Tensor) -> None:
         model_name, key = split_state(name)
@@ -354,6 +361,7 @@ class Interpreter:
             self.add_source(name, tensor)
 
     def _results(self, instance: Instance, key: str) -> list[tuple[str, Tensor]]:
+        self.key = key
         plane, right = self.planes[key], instance.right
         if not instance.left or not right or instance.left[0] not in plane:
             return []
@@ -361,7 +369,9 @@ class Interpreter:
         if key and tensors[0].shape == () != self.planes[""][instance.left[0]].shape:
             return [(name, tensors[0]) for name in right]
         degrees = (self.wanted or {}).get(right[0], ())
-        return list(zip(right, perform(instance, tensors, degrees, model=not key, lay=laid), strict=True))
+        return list(
+            zip(right, perform(instance, tensors, degrees, model=self.casts and not key, lay=self.lay), strict=True)
+        )
 
     def outputs(self) -> dict[str, Tensor]:
         names = self.unread | self.kept if self.wanted is None else {split_state(name)[0] for name in self.wanted}

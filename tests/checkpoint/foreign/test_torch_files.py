@@ -12,7 +12,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.contracts.format_cases import check_tensors
 
@@ -182,17 +181,3 @@ def test_a_load_that_misses_what_was_left_out_says_so(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 2), "odd": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"odd: missing(?s:.*)note: odd is left out: it is a sparse tensor"):
         sw.load(tmp_path / "a.pt", {"w": torch.zeros(2, 2), "odd": torch.zeros(3, 3)})
-
-
-def test_a_part_of_a_tensor_reads_its_bytes_alone(tmp_path: Path) -> None:
-    file = tmp_path / "large.pt"
-    torch.save({"w": torch.arange(1 << 20)}, file)
-    target = {
-        sw.Piece(name="w", dtype="int64", global_shape=(1 << 20,), offset=(99,), shape=(3,)): torch.zeros(
-            3, dtype=torch.int64
-        )
-    }
-    loaded = sw.load(file, target, channel=alone())
-    [values] = target.values()
-    assert values.tolist() == [99, 100, 101]
-    assert loaded.report.read_bytes == 24
