@@ -242,7 +242,7 @@ def flipped_bits_are_refused_or_change_values_alone(form: Format, folder: Path) 
     numbers = random.Random(form.name)
     files = sorted(each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file())
     most = sum(each.stat().st_size for each in files)
-    for _ in range(20):
+    for _ in range(40):
         file = numbers.choice(files)
         data = bytearray(file.read_bytes())
         if not data:
@@ -257,7 +257,7 @@ def flipped_bits_are_refused_or_change_values_alone(form: Format, folder: Path) 
         with changed(file, bytes(data)), suppress(CheckpointError):
             found = checkpoint.open(path)
             assert found.contents.num_bytes <= 2 * most  # tensors may share their bytes
-            for name in list(found.tensors)[:20]:
+            for name in list(found.tensors)[:3]:
                 with suppress(CheckpointError):
                     assert found.read(name).shape == found.tensors[name].shape
 

@@ -39,14 +39,14 @@ def told(way: Callable[[], Checked], sources: Mapping[str, Tensor]) -> dict[str,
     return None
 
 
-STRESS = [pytest.param(first, marks=pytest.mark.stress) for first in range(200, 3000, 25)]
+STRESS = [pytest.param(first, marks=pytest.mark.stress) for first in range(200, 3000, 10)]
 
 
-@pytest.mark.parametrize("first", [*range(0, 200, 25), *STRESS])
+@pytest.mark.parametrize("first", [*range(0, 200, 10), *STRESS])
 def test_what_no_rank_could_do_alone_is_laid_out_as_found_by_brute_force_and_seldom_refused(first: int) -> None:
     """Where one of several tensors is cut in an unknown way, along another dim, all of it is said to be unknown."""
-    made = list(filter(None, (laid_out_like_brute_force(open_chain(Random(first + at))) for at in range(25))))
-    assert made.count("made") > 8
+    made = list(filter(None, (laid_out_like_brute_force(open_chain(Random(first + at))) for at in range(10))))
+    assert made.count("made") > 1
     assert made.count("refused") <= 2
 
 

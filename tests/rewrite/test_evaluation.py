@@ -109,6 +109,7 @@ FORMS: dict[str, tuple[str, Mapping[str, Shape], int, int, str]] = {
         *("w -> a, b, axis=0\nb -> b, permute='[0,2,1]'\na, b -> w, axis=0", {"w": (4, 3, 3)}, 2, 2, ""),
     ),
     "flatten": ("a -> b, reshape='[-1]'", {"a": (4, 6)}, 3, 4, "b -> a, reshape='[4,6]'"),
+    "the same shape": ("a -> b, reshape='[3,4]'", A34, 1, 1, "b -> a"),
     "unflatten": ("a -> b, reshape='[4,6]'", {"a": (24,)}, 4, 4, "b -> a, reshape='[24]'"),
     "one dim becomes two": ("a -> b, reshape='[2,3,4]'", {"a": (6, 4)}, 2, 3, "b -> a, reshape='[6,4]'"),
     "dims of size 1": ("a -> b, reshape='[1,4,1,6]'", {"a": (4, 6, 1)}, 1, 1, "b -> a, reshape='[4,6,1]'"),
