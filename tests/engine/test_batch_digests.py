@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardwise.engine.batch_digests import _ROW, BatchDigests
+from shardwise.engine.batch_digests import ROW, BatchDigests
 
-SHAPES = [(), (0,), (3,), (_ROW,), (_ROW + 1,), (5 * _ROW,), (7, 70001), (300, 901), (1, 1, 9 * _ROW), (3, 2, 5, 7000)]
+SHAPES = [(), (0,), (3,), (ROW,), (ROW + 1,), (5 * ROW,), (7, 70001), (300, 901), (1, 1, 9 * ROW), (3, 2, 5, 7000)]
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.complex128, torch.bool)
 
 
