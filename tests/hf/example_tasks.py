@@ -54,8 +54,7 @@ def task(
     metrics: Callable[[Any], dict[str, float]],
     **asked: Any,
 ) -> Make:
-    """Trainers of a script. collator: of the model. `preprocess` is the Trainer's; others are arguments."""
-    preprocess = asked.pop("preprocess", None)
+    """Trainers of a script. collator: of the model. Others are arguments of the Trainer."""
     kind = "Seq2Seq" if "predict_with_generate" in asked else ""
 
     def make(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
@@ -77,7 +76,6 @@ def task(
             eval_dataset=rows[22:],
             data_collator=collator(model),
             compute_metrics=metrics,
-            preprocess_logits_for_metrics=preprocess,
             **ours,
         )
 
@@ -86,30 +84,6 @@ def task(
 
 def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, **_SIZES))
-
-
-def causal_language_model() -> Make:
-    """run_clm.py: blocks of one length, argmax before metrics are gathered."""
-    rows = [{"input_ids": (tokens * 8)[:8], "labels": (tokens * 8)[:8]} for tokens in _sentences()]
-    return task(
-        llama,
-        rows,
-        lambda model: transformers.default_data_collator,
-        _right,
-        preprocess=lambda logits, labels: logits.argmax(dim=-1),
-    )
-
-
-def masked_language_model() -> Make:
-    """run_mlm.py: masks drawn by the collator."""
-    config = transformers.BertConfig(max_position_embeddings=16, **_BERT)
-    return task(
-        lambda: transformers.BertForMaskedLM(config),
-        [{"input_ids": tokens} for tokens in _sentences()],
-        lambda model: transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3, seed=5),
-        _right,
-        preprocess=lambda logits, labels: logits.argmax(dim=-1),
-    )
 
 
 def sequence_to_sequence() -> Make:
@@ -158,8 +132,6 @@ def token_classification() -> Make:
 
 
 TASKS: dict[str, tuple[Make, str]] = {
-    "run_clm.py": (causal_language_model(), "stage 3"),
-    "run_mlm.py": (masked_language_model(), "pp"),
     "run_translation.py": (sequence_to_sequence(), "tp"),
     "run_translation.py, cut": (sequence_to_sequence(), "stage 3"),
     "run_image_classification.py": (image_classification(), "pp"),

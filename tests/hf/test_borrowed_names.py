@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from trl.trainer import grpo_trainer
 
 import shardwise as sw
 from shardwise.hf.borrowed_names import instead, original
 from shardwise.hf.streamed_model import save_model
 from tests.hf.tiny_trainers import build
-from tests.hf.trl_runs import PLANS, made
 
 LIBRARIES = {"torch", "transformers", "accelerate", "trl", "peft", "safetensors", "lightning", "numpy", "torchmetrics"}
 
@@ -97,24 +95,3 @@ def test_nothing_of_ours_stays_in_other_libraries_after_saves_that_overlap(tmp_p
     one, other = ((tmp_path / each / "model.safetensors").read_bytes() for each in "AB")
     assert len(one) == len(other)
     assert repr(torch.empty(1, device="meta")).startswith("tensor(")
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_[a-z]*. is deprecated:FutureWarning")
-def test_functions_of_trainers_are_those_of_the_plan_on_its_ranks_alone(tmp_path: Path) -> None:
-    before = ours_in_other_libraries()
-    gather = grpo_trainer.gather
-    gathered: list[tuple[list[float], list[float]]] = []
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        elsewhere: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(grpo_trainer.gather(torch.ones(1))))
-        thread.start()
-        thread.join()
-        gathered.append((grpo_trainer.gather(torch.ones(1)).tolist(), elsewhere[0].tolist()))
-        return [float(len(each)) for each in completions]
-
-    sw.simulate(2, lambda channel: made(tmp_path, PLANS["stage 1"], channel, rewarding=reward, max_steps=1).train())
-    assert gathered
-    assert all(each == ([1.0, 1.0], [1.0]) for each in gathered)
-    assert grpo_trainer.gather is gather
-    assert ours_in_other_libraries() == before

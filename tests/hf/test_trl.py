@@ -1,24 +1,23 @@
 """The trainers of TRL under a plan, against plain TRL in one process."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trl
+from datasets import Dataset
 
 import shardwise as sw
 from shardwise.errors import MismatchError, PeerError
-from shardwise.hf import trainer_class
 from tests.contracts.adapter_cases import refused_on_all
-from tests.hf.example_tasks import tokenizer
 from tests.hf.trl_runs import (
-    LORA,
     PLANS,
     assert_alike,
-    build,
     drawn,
     made,
+    of_answers,
     outcome,
     referring_to,
     rows,
@@ -34,9 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning"),
 ]
 PP = PLANS["pp"]
-WEIGHED = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="fthenb"))
 IN_TURNS = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="interleaved", chunks=2))
-SMALL: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +42,11 @@ def _answers_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL shuffles them on each process apart."""
     for module in (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer):
         monkeypatch.setattr(module, "shuffle_sequence_dict", lambda rows: rows)
+
+
+def first(num: int, names: Iterable[str]) -> list[Any]:
+    """All cases; CI runs the first ones."""
+    return [pytest.param(name, marks=() if at < num else pytest.mark.stress) for at, name in enumerate(names)]
 
 
 # Of given answers ---------------------------------------------------------------------------------------------------
@@ -54,37 +57,18 @@ GIVEN: dict[str, tuple[str, sw.Plan, dict[str, Any]]] = {
     "a reference that follows": ("dpo", PP, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "sft, tp": ("sft", PLANS["tp"], {}),
     "dpo, stage 3": ("dpo", PLANS["stage 3"], {}),
-    "sft, stage 3": ("sft", PLANS["stage 3"], {}),
-    "dpo, tp": ("dpo", PLANS["tp"], {}),
-    "with a reference": ("dpo", PP, {}),
-    "one microbatch": ("sft", PP, {"k": 1}),
-    "one pair": ("dpo", PP, {"k": 1}),
     "answers alone": ("sft", PP, {"assistant_only_loss": True}),
-    "prompts too": ("sft", PP, {"completion_only_loss": False}),
-    "smoothed": ("sft", PP, {"label_smoothing_factor": 0.1}),
     "dft": ("sft", PP, {"loss_type": "dft"}),
-    "checkpoints": ("sft", PP, {"activation_checkpointing": True}),
     "several losses": ("dpo", PP, {"loss_type": ["sigmoid", "sft", "ipo", "bco_pair"], "ld_alpha": 0.5}),
     "weighted": ("dpo", PP, {"use_weighting": True}),
-    "adapter": ("sft", PP, {"lora": LORA}),
     "adapter and its base as the reference": ("dpo", PP, {"lora": LORA}),
-    "all before": ("sft", WEIGHED, {"k": 3}),
     "in turns": ("dpo", IN_TURNS, {"k": 3}),
-    "four": ("sft", sw.Plan(mesh=sw.Mesh(pp=4)), {"k": 4}),
-    "pp x tp": ("sft", PLANS["pp x tp"], {}),
-    **{
-        f"{kind}, {plan}": (kind, PLANS[plan], {"k": 4})
-        for kind in ("sft", "dpo")
-        for plan in PLANS
-        if "pp x s" in plan
-    },
+    "sft, pp x tp": ("sft", PLANS["pp x tp"], {}),
+    "dpo, pp x stage 3": ("dpo", PLANS["pp x stage 3"], {"k": 4}),
 }
-NUM_QUICK = 4
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if at < NUM_QUICK else pytest.mark.stress) for at, name in enumerate(GIVEN)]
-)
+@pytest.mark.parametrize("name", first(4, GIVEN))
 def test_losses_figures_and_weights_are_those_of_plain_trl(name: str, tmp_path: Path) -> None:
     kind, plan, settings = GIVEN[name]
     evaluated = {"eval_strategy": "steps", "eval_steps": 3, **settings}
@@ -102,43 +86,23 @@ def test_losses_figures_and_weights_are_those_of_plain_trl(name: str, tmp_path: 
         assert_alike((kept[0], {}, whole), (kept[1], {}, weights))
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.stress)])
-def test_a_run_under_stages_goes_on_in_plain_trl_and_back(kind: str, tmp_path: Path) -> None:
-    def run(name: str, plan: sw.Plan | None = None, channel: sw.Channel | None = None, **settings: Any) -> Any:
-        saved = {"save_strategy": "steps", "save_steps": 2}
-        history, weights = trained(kind, tmp_path / name, plan, channel, **saved, **settings)
-        return [{"loss": each["loss"]} for each in history if "loss" in each][2:], {}, weights
-
-    expected = run("plain")
-    checkpoint = str(tmp_path / "plain" / "checkpoint-2")
-    for found in sw.simulate(2, lambda channel: run("plan", PP, channel, resume=checkpoint)):
-        assert_alike(found, expected)
-    sw.simulate(2, lambda channel: run("plan", PP, channel))
-    assert_alike(run("again", resume=str(tmp_path / "plan" / "checkpoint-2")), expected)
-
-
 @pytest.mark.parametrize(
     "mesh", [sw.Mesh(dp_shard=2), pytest.param(sw.Mesh(pp=2, dp_shard=2), marks=pytest.mark.stress)]
 )
 def test_ranks_choose_one_best_model_though_each_counts_its_last_batch_alone(mesh: sw.Mesh, tmp_path: Path) -> None:
-    names = ["prompt", "completion"]
-    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 3}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_mean_token_accuracy", "learning_rate": 3e-2}
-    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 1, "activation_checkpointing": False}
+    steps: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_mean_token_accuracy",
+        "learning_rate": 3e-2,
+    }
+    sizes: dict[str, Any] = {"k": mesh.num_data_ranks, "per_device_eval_batch_size": 1, "num_held_out": 3}
 
     def chosen(channel: sw.Channel) -> Any:
-        trainer = trainer_class(trl.SFTTrainer)(
-            model=build(),
-            args=trl.SFTConfig(output_dir=str(tmp_path), **SMALL, **steps, **best, **sizes),
-            train_dataset=rows(names),
-            eval_dataset=rows(names).select(range(3)),
-            processing_class=tokenizer(),
-            plan=sw.Plan(mesh=mesh),
-            channel=channel,
-        )
+        trainer = of_answers("sft", tmp_path, sw.Plan(mesh=mesh), channel, **steps, **best, **sizes)
         trainer.train()
-        logged = [each["eval_mean_token_accuracy"] for each in trainer.state.log_history if "eval_loss" in each]
-        return trainer.state.best_global_step, trainer.state.best_metric, logged
+        seen = [each["eval_mean_token_accuracy"] for each in trainer.state.log_history if "eval_loss" in each]
+        return trainer.state.best_global_step, trainer.state.best_metric, seen
 
     both = sw.simulate(mesh.size, chosen)
     assert both[0][2].index(max(both[0][2])) != both[1][2].index(max(both[1][2]))
@@ -148,17 +112,10 @@ def test_ranks_choose_one_best_model_though_each_counts_its_last_batch_alone(mes
 
 
 def test_losses_of_a_packed_evaluation_count_the_rows_of_the_dataset(tmp_path: Path) -> None:
-    packed = {"packing": True, "eval_packing": True, "max_length": 8, "per_device_eval_batch_size": 2}
+    packed: dict[str, Any] = {"packing": True, "eval_packing": True, "max_length": 8, "num_held_out": 11}
 
     def evaluated(plan: sw.Plan | None, channel: sw.Channel | None = None) -> float:
-        trainer = (trl.SFTTrainer if plan is None else trainer_class(trl.SFTTrainer))(
-            model=build(),
-            args=trl.SFTConfig(output_dir=str(tmp_path), **SMALL, **packed),
-            train_dataset=rows(["text"]),
-            eval_dataset=rows(["text"]).select(range(11)),
-            processing_class=tokenizer(),
-            **({} if plan is None else {"plan": plan, "channel": channel}),
-        )
+        trainer = of_answers("sft", tmp_path, plan, channel, **packed)
         assert len(trainer.eval_dataset) % 2 == 1
         return float(trainer.evaluate()["eval_loss"])
 
@@ -173,10 +130,10 @@ def test_reference_values_computed_before_are_those_of_plain_trl(name: str, tmp_
         # All ranks have one data set, whose folder has what the first one computes.
         folder = tmp_path / ("plain" if plan is None else "plan")
         if not folder.exists():
-            rows(["prompt", "chosen", "rejected"]).select(range(13)).save_to_disk(str(folder))
+            rows("prompt", "chosen", "rejected").select(range(13)).save_to_disk(str(folder))
         if channel is not None:
             channel.exchange(b"", purpose="the data set is there")
-        settings = {"precompute_ref_log_probs": True, "on_disk": str(folder)}
+        settings = {"precompute_ref_log_probs": True, "dataset": Dataset.load_from_disk(str(folder))}
         history, weights = trained("dpo", tmp_path / "of", plan, channel, **settings)
         return [{"loss": each["loss"]} for each in history if "loss" in each], {}, weights
 
@@ -199,46 +156,33 @@ GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
     "microbatches": ("stage 1", {"rows_per_rank": 2, "gradient_accumulation_steps": 2, "num_generations": 2}),
     "microbatches of stages": ("pp", {"gradient_accumulation_steps": 2, **FOLLOWS}),
     # Whole groups in every round: the last one of 20 answers has 4, and each rank 2 of them.
-    "an evaluation": ("stage 3", {"eval_dataset": rows(["prompt"]).select(range(4)), "max_steps": 1}),
+    "an evaluation": ("stage 3", {"eval_dataset": rows("prompt").select(range(4)), "max_steps": 1}),
     **{
         loss: (plan, {"loss_type": loss, "num_iterations": 2, **(ALL_OF_A_LENGTH if loss == "bnpo" else {})})
         for loss, plan in {
-            **{"grpo": "stage 0", "bnpo": "stage 3", "dr_grpo": "tp", "cispo": "stage 1", "sapo": "stage 3 x tp"},
-            **{"vespo": "stage 3", "luspo": "stage 2 on 3 ranks"},
+            **{"grpo": "stage 0", "bnpo": "stage 3", "dr_grpo": "tp", "sapo": "stage 3 x tp"},
+            **{"luspo": "stage 2 on 3 ranks"},
         }.items()
     },
     "scaled by the batch": ("stage 3", {"scale_rewards": "batch"}),
     "not scaled": ("stage 3 x tp", {"scale_rewards": "none", "mask_truncated_completions": True}),
-    "entropy": ("stage 3", {"top_entropy_quantile": 0.5}),
     "a bonus for entropy": ("stage 3", {"entropy_coef": 0.1, **ALL_OF_A_LENGTH}),
-    "adapters cut by tp": ("stage 3 x tp", {"build": with_adapter, "beta": 0.1}),
-    "checkpointed": ("stage 3 x tp", {"activation_checkpointing": True, "beta": 0.1}),
-    "a reference under tp": ("tp", FOLLOWS),
     "gathered for each call": ("stage 3", {"ds3_gather_for_generation": False}),
     "an evaluation of stages": (
         "pp",
-        {"beta": 0.1, "num_iterations": 2, "eval_dataset": rows(["prompt"]).select(range(4))},
+        {"beta": 0.1, "num_iterations": 2, "eval_dataset": rows("prompt").select(range(4))},
     ),
     "leave one out of stages": ("pp", {"of": RLOO, "num_iterations": 2, "beta": 0.1, "gradient_accumulation_steps": 2}),
-    "stages of two data ranks": ("pp x stage 1", {"gradient_accumulation_steps": 2, "beta": 0.1}),
     "stages, cut and gathered": ("pp x stage 3", {"beta": 0.1, "num_iterations": 2, "num_generations": 8}),
     "stages cut by tp": ("pp x tp", {"gradient_accumulation_steps": 2, "build": with_adapter, "beta": 0.1}),
-    "adapters of stages": ("pp x stage 3", {"build": with_adapter, "beta": 0.1}),
     "checkpointed stages": (
         "pp",
         {"activation_checkpointing": True, "top_entropy_quantile": 0.5, "loss_type": "cispo"},
     ),
 }
-NUM_QUICK_GENERATED = 6
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if at < NUM_QUICK_GENERATED else pytest.mark.stress)
-        for at, name in enumerate(GENERATED)
-    ],
-)
+@pytest.mark.parametrize("name", first(6, GENERATED))
 def test_answers_advantages_metrics_and_weights_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     plan, settings = GENERATED[name]
     ranks = PLANS[plan].mesh.num_data_ranks
@@ -303,17 +247,6 @@ def test_answers_drawn_by_the_model_are_alike_but_over_data_ranks(
     assert all(each[0] == both[0][0] for each in both)
     assert [each[1] for each in both] == [both[at][1] for at in first]
     assert len({str(each[1]) for each in both}) == 2
-
-
-def test_a_run_that_generates_goes_on_under_another_plan(tmp_path: Path) -> None:
-    def run(name: str, plan: sw.Plan | None, channel: sw.Channel | None = None, **changed: Any) -> Any:
-        return outcome(tmp_path / name, plan, channel, save_strategy="steps", save_steps=2, max_steps=3, **changed)
-
-    expected = run("plain", None)
-    sw.simulate(2, lambda channel: run("first", PLANS["stage 3"], channel))
-    checkpoint = str(tmp_path / "first" / "checkpoint-2")
-    for found in sw.simulate(2, lambda channel: run("second", PLANS["stage 1"], channel, resume=checkpoint)):
-        assert_alike((found[0][2:3], found[1], found[2]), (expected[0][2:3], expected[1], expected[2]))
 
 
 class WithTools(trl.GRPOTrainer):

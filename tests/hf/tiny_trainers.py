@@ -79,12 +79,20 @@ def arguments(folder: str, microbatches: int, *, of: Any = transformers.Training
     return of(output_dir=folder, **settings)
 
 
-def simple(**asked: Any) -> Make:
-    """Trainers with these arguments."""
+def simple(
+    kind: Callable[[Any], Any] = lambda trainers: trainers.Trainer,
+    *,
+    rows: Any = ROWS,
+    held_out: Any = HELD_OUT,
+    given: Callable[[Any], Mapping[str, Any]] = lambda model: {},
+    **asked: Any,
+) -> Make:
+    """Trainers with these arguments. kind: of transformers or shardwise.hf, their class. given: more, for a model."""
 
     def make(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+        model = build()
         args = arguments(folder, microbatches, **asked)
-        return trainers.Trainer(model=build(), args=args, train_dataset=ROWS, eval_dataset=HELD_OUT, **ours)
+        return kind(trainers)(model, args, train_dataset=rows, eval_dataset=held_out, **given(model), **ours)
 
     return make
 

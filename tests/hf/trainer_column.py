@@ -25,12 +25,7 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
     return total / torch.as_tensor(num_items_in_batch)
 
 
-def with_loss_function(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    args = arguments(folder, microbatches)
-    return trainers.Trainer(build(), args, train_dataset=ROWS, compute_loss_func=own_loss, **ours)
-
-
-def with_mean_loss(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+def of_means(trainers: Any) -> Any:
     class Mean(trainers.Trainer):
         loss_is_scaled_for_ga = False
 
@@ -40,46 +35,10 @@ def with_mean_loss(trainers: Any, folder: str, microbatches: int, **ours: Any) -
             loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].reshape(len(targets), -1), targets)
             return (loss, outputs) if return_outputs else loss
 
-    args = arguments(folder, microbatches, max_grad_norm=0.0, eval_strategy="epoch")
-    return Mean(build(), args, train_dataset=ROWS, eval_dataset=HELD_OUT, **ours)
+    return Mean
 
 
-def with_own_optimizer(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    args = arguments(folder, microbatches)
-    return trainers.Trainer(model, args, train_dataset=ROWS, optimizers=(optimizer, scheduler), **ours)
-
-
-def with_frozen_parameters(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    model = build()
-    model.model.embed_tokens.requires_grad_(False)
-    args = arguments(folder, microbatches, optim="sgd", learning_rate=0.1)
-    return trainers.Trainer(model, args, train_dataset=ROWS, **ours)
-
-
-def grouped(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    rows = [{name: each[: 4 + number % 4] for name, each in row.items()} for number, row in enumerate(ROWS)]
-
-    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        def padded(name: str, value: int) -> torch.Tensor:
-            return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, value)
-
-        ids = padded("input_ids", 0)
-        return {"input_ids": ids, "labels": padded("labels", -100), "attention_mask": (ids != 0).long()}
-
-    asked: Any = {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "all"}
-    args = arguments(folder, microbatches, num_train_epochs=2, eval_strategy="epoch", **asked)
-
-    def accuracy(prediction: Any) -> dict[str, float]:
-        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-    given = {"data_collator": collate, "train_dataset": rows, "eval_dataset": rows[:5], "compute_metrics": accuracy}
-    return trainers.Trainer(build(), args, **given, **ours)
-
-
-def spoilt(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+def spoilt(trainers: Any) -> Any:
     """Losses of single microbatches are not finite, and their gradients are."""
     rows = {ROWS[at]["input_ids"][0].item() for at in (0, 5)}
 
@@ -88,11 +47,10 @@ def spoilt(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **more)
             return loss + float("nan") if inputs["input_ids"][0, 0].item() in rows else loss
 
-    args = arguments(folder, microbatches, num_train_epochs=2, logging_steps=2)
-    return Spoilt(build(), args, train_dataset=ROWS, **ours)
+    return Spoilt
 
 
-def gathering(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+def gathering(trainers: Any) -> Any:
     """A loss gathers, also where some ranks have no batch."""
 
     class Gathering(trainers.Trainer):
@@ -102,18 +60,32 @@ def gathering(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any
             assert self.accelerator.num_processes == 1
             return super().compute_loss(model, inputs, *args, **more)
 
-    args = arguments(folder, microbatches, eval_strategy="epoch", eval_on_start=True)
-    return Gathering(build(), args, train_dataset=ROWS[:10], eval_dataset=HELD_OUT[:1], **ours)
+    return Gathering
+
+
+def own_optimizer(model: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))}
+
+
+LENGTHS = [{name: each[: 4 + number % 4] for name, each in row.items()} for number, row in enumerate(ROWS)]
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    ids, labels = (
+        torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, value)
+        for name, value in (("input_ids", 0), ("labels", -100))
+    )
+    return {"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long()}
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Any:
         yield from ROWS
-
-
-def streamed(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    args = arguments(folder, microbatches, max_steps=4)
-    return trainers.Trainer(build(), args, train_dataset=Stream(), eval_dataset=Stream(), **ours)
 
 
 def streamed_to_ranks(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
@@ -135,31 +107,39 @@ class Hits:
         return {"hits": self._hits} if compute_result else {}
 
 
-def counting(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    args = arguments(folder, microbatches, max_steps=1, batch_eval_metrics=True, eval_strategy="epoch")
-    given = {"train_dataset": ROWS, "eval_dataset": HELD_OUT, "compute_metrics": Hits()}
-    return trainers.Trainer(build(), args, **given, **ours)
-
-
 PLATEAU: Any = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+BY_LENGTH: Any = {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "all"}
+EPOCHS: Any = {"eval_strategy": "epoch"}
 KINDS: dict[str, tuple[Make, str]] = {
-    "compute_loss_func": (with_loss_function, "stage 3"),
-    "compute_loss of a mean": (with_mean_loss, "stage 2, four ranks"),
-    "compute_loss under pp": (with_mean_loss, "pp"),
-    "label smoothing": (simple(label_smoothing_factor=0.1, eval_strategy="epoch"), "pp and stage 2"),
-    "optimizers=": (with_own_optimizer, "stage 1"),
-    "frozen parameters": (with_frozen_parameters, "stage 3"),
-    "lengths": (grouped, "stage 1"),
-    "lengths under pp": (grouped, "pp"),
+    "compute_loss_func": (simple(given=lambda model: {"compute_loss_func": own_loss}), "stage 3"),
+    "compute_loss of a mean": (simple(of_means, max_grad_norm=0.0, **EPOCHS), "stage 2, four ranks"),
+    "label smoothing": (simple(label_smoothing_factor=0.1, **EPOCHS), "pp and stage 2"),
+    "optimizers=": (simple(given=own_optimizer), "stage 1"),
+    "lengths": (
+        simple(
+            rows=LENGTHS,
+            held_out=LENGTHS[:5],
+            given=lambda model: {"data_collator": padded, "compute_metrics": accuracy},
+            num_train_epochs=2,
+            **EPOCHS,
+            **BY_LENGTH,
+        ),
+        "pp",
+    ),
     "recomputed activations": (simple(activation_checkpointing=True), "stage 3"),
     "a schedule by metrics": (simple(**PLATEAU), "tp"),
     "rmsprop, cosine": (simple(optim="rmsprop", lr_scheduler_type="cosine"), "replicas"),
-    "losses that are not finite": (spoilt, "stage 3"),
-    "losses that are not finite, under pp": (spoilt, "pp"),
-    "a loss that gathers": (gathering, "stage 3"),
-    "batches that a stream leaves over": (streamed, "pp"),
+    "losses that are not finite": (simple(spoilt, num_train_epochs=2, logging_steps=2), "pp"),
+    "a loss that gathers": (
+        simple(gathering, rows=ROWS[:10], held_out=HELD_OUT[:1], eval_on_start=True, **EPOCHS),
+        "stage 3",
+    ),
+    "batches that a stream leaves over": (simple(rows=Stream(), held_out=Stream(), max_steps=4), "pp"),
     "a stream of data ranks": (streamed_to_ranks, "stage 3"),
-    "metrics of batches": (counting, "stage 3"),
+    "metrics of batches": (
+        simple(given=lambda model: {"compute_metrics": Hits()}, max_steps=1, batch_eval_metrics=True, **EPOCHS),
+        "stage 3",
+    ),
     **TASKS,
 }
 """Settings, each with the plan under which it is tried."""
@@ -187,10 +167,12 @@ COLUMN = Column(
     plans={name: plan for name, (plan, _) in PLANS.items()},
     train=_trained,
     # 11 rows: the last microbatch has one row, and the last round of data ranks has none for some of them.
-    cases=[*((name, PLAIN) for name in PLANS), *((name, kind) for kind, (_, name) in KINDS.items())],
-    moves=[
-        *((PLAIN, "stage 3"), ("stage 3", "pp"), ("pp", PLAIN), ("tp", "one process")),
-        ("stage 2, four ranks", PLAIN),
+    cases=[
+        *((name, PLAIN) for name in PLANS if name != "one process"),
+        *((name, kind) for kind, (_, name) in KINDS.items()),
     ],
-    on_device=[("stage 3", PLAIN), ("pp", PLAIN), ("tp", PLAIN)],
+    moves=[
+        *((PLAIN, "stage 3"), ("stage 3", "pp"), ("tp", "one process"), ("stage 2, four ranks", PLAIN)),
+    ],
+    on_device=[("stage 3", PLAIN), ("pp", PLAIN)],
 )

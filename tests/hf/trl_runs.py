@@ -6,6 +6,7 @@ fixed in both: the draws, which follow from the place of a row among the rows of
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from datasets import Dataset
 import shardwise as sw
 from shardwise.hf import trainer_class
 from tests.hf.example_tasks import llama, tokenizer
+from tests.hf.tiny_trainers import logged
 
 LAYERS = {
     f"model.layers.*.{name}": "row" if name in ("self_attn.o_proj", "mlp.down_proj") else "column"
@@ -43,13 +45,18 @@ PLANS = {
         mesh=sw.Mesh(dp_shard=2, tp=2), sharding=sw.Sharding(stage=3), tensor=sw.Tensor(rules=LAYERS)
     ),
 }
+SETTINGS: dict[str, Any] = {
+    **{"use_cpu": True, "bf16": False, "activation_checkpointing": False, "save_strategy": "no", "logging_steps": 1},
+    **{"disable_tqdm": True, "report_to": "none", "learning_rate": 1e-2},
+}
+"""Of all trainers here."""
 
 
 def words(numbers: np.random.Generator, most: int) -> str:
     return " ".join(f"w{each}" for each in numbers.integers(0, 29, numbers.integers(2, most)))
 
 
-def rows(names: list[str]) -> Dataset:
+def rows(*names: str) -> Dataset:
     numbers = np.random.default_rng(0)
     return Dataset.from_list([{name: words(numbers, 6) + " " for name in names} for _ in range(16)])
 
@@ -72,72 +79,85 @@ def talking_tokenizer() -> Any:
     return made
 
 
-LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-
-
 def build() -> Any:
     torch.manual_seed(0)
     return llama()
 
 
-def trained(
-    kind: str, folder: Path, plan: sw.Plan | None = None, channel: sw.Channel | None = None, **settings: Any
+def as_of(kind: Any, plan: sw.Plan | None, channel: sw.Channel | None) -> Callable[..., Any]:
+    """The class of a trainer, plain or under a plan."""
+    if plan is None:
+        return kind  # type: ignore[no-any-return]
+    return lambda **given: trainer_class(kind)(**given, plan=plan, channel=channel)
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """The whole weights, on each rank."""
+    engine = getattr(trainer, "engine", None)
+    with nullcontext() if engine is None else engine.whole(optimizer=False):
+        return {name: each.clone() for name, each in trainer.model.state_dict().items()}
+
+
+# Of given answers ---------------------------------------------------------------------------------------------------
+
+
+def of_answers(
+    kind: str,
+    folder: Path,
+    plan: sw.Plan | None = None,
+    channel: sw.Channel | None = None,
+    *,
+    k: int = 2,
+    lora: dict[str, Any] | None = None,
+    dataset: Dataset | None = None,
+    num_held_out: int = 5,
+    **settings: Any,
 ) -> Any:
-    """What a trainer logs, and its weights. Of the settings, `k` is the number of microbatches of one process."""
+    """A trainer of given answers. k: microbatches of one process."""
     base, config, names = {
         "sft": (trl.SFTTrainer, trl.SFTConfig, ["prompt", "completion"]),
         "dpo": (trl.DPOTrainer, trl.DPOConfig, ["prompt", "chosen", "rejected"]),
     }[kind]
-    k, lora, resume = settings.pop("k", 2), settings.pop("lora", None), settings.pop("resume", None)
-    dataset = talks() if settings.get("assistant_only_loss") else rows(["text"] if settings.get("packing") else names)
-    if (on_disk := settings.pop("on_disk", None)) is not None:
-        dataset = Dataset.load_from_disk(on_disk)
+    is_talk = settings.get("assistant_only_loss")
+    if dataset is None:
+        dataset = talks() if is_talk else rows(*(["text"] if settings.get("packing") else names))
     more: dict[str, Any] = {}
     if lora is not None:
         torch.manual_seed(0)
         more["peft_config"] = peft.LoraConfig(**lora)
     elif kind == "dpo" and not settings.get("precompute_ref_log_probs"):
-        more["ref_model"] = build()
-        with torch.no_grad():
-            for parameter in more["ref_model"].parameters():
-                parameter.mul_(1.1)
-    trainer = (base if plan is None else trainer_class(base))(
+        more["ref_model"] = reference()
+    given = {
+        **{"max_steps": 3, "adam_epsilon": 1e-4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2},
+        **{"gradient_accumulation_steps": k // (1 if plan is None else plan.mesh.num_data_ranks), "max_length": 16},
+    }
+    return as_of(base, plan, channel)(
         model=build(),
-        args=config(
-            output_dir=str(folder),
-            **{
-                "use_cpu": True,
-                "bf16": False,
-                "activation_checkpointing": False,
-                "max_steps": 3,
-                "logging_steps": 1,
-                "learning_rate": 1e-2,
-                "adam_epsilon": 1e-4,
-                "per_device_train_batch_size": 2,
-                "per_device_eval_batch_size": 2,
-                "gradient_accumulation_steps": k // (1 if plan is None else plan.mesh.num_data_ranks),
-                "max_length": 16,
-                "save_strategy": "no",
-                "disable_tqdm": True,
-                "report_to": "none",
-                **settings,
-            },
-        ),
+        args=config(output_dir=str(folder), **{**SETTINGS, **given, **settings}),
         train_dataset=dataset,
-        eval_dataset=dataset.select(range(5)),
-        processing_class=talking_tokenizer() if settings.get("assistant_only_loss") else tokenizer(),
+        eval_dataset=dataset.select(range(num_held_out)),
+        processing_class=talking_tokenizer() if is_talk else tokenizer(),
         **more,
-        **({} if plan is None else {"plan": plan, "channel": channel}),
     )
-    trainer.train(resume_from_checkpoint=resume)
-    history = [
-        {name: each for name, each in logs.items() if not any(word in name for word in ("runtime", "second", "flos"))}
-        for logs in trainer.state.log_history
-    ]
-    if plan is None:
-        return history, dict(trainer.model.state_dict())
-    with trainer.engine.whole(optimizer=False):
-        return history, {name: each.clone() for name, each in trainer.model.state_dict().items()}
+
+
+def trained(*given: Any, **settings: Any) -> Any:
+    """What a trainer of given answers logs, and its weights."""
+    trainer = of_answers(*given, **settings)
+    trainer.train()
+    return logged(trainer), weights_of(trainer)
+
+
+def reference() -> Any:
+    """A model with other weights."""
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+# Of answers that they generate --------------------------------------------------------------------------------------
 
 
 class PlacedDraws(transformers.LogitsProcessor):
@@ -162,11 +182,7 @@ def with_adapter() -> Any:
 
 def referring_to(folder: Path) -> Callable[[], Any]:
     """A model that was read from a folder, which has other weights by now: the reference."""
-    reference = build()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(1.1)
-    reference.save_pretrained(folder)
+    reference().save_pretrained(folder)
 
     def read() -> Any:
         model = build()
@@ -209,42 +225,28 @@ def made(
 
     model.generate = drawing
     settings = {
-        "use_cpu": True,
-        "bf16": False,
-        "activation_checkpointing": False,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "per_device_train_batch_size": size,
-        "per_device_eval_batch_size": size,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": "none",
-        "generation_kwargs": {"do_sample": False},
-        **changed,
+        **{"max_steps": 2, "adam_epsilon": 1e-3, "per_device_train_batch_size": size},
+        **{"per_device_eval_batch_size": size, "num_generations": 2, "max_completion_length": 4},
+        **{"generation_kwargs": {"do_sample": False}},
     }
-    args = config(output_dir=str(folder), **settings)
+    args = config(output_dir=str(folder), **{**SETTINGS, **settings, **changed})
     # Now, for the arguments of simulated ranks know of one process.
     args.num_generations = num_generations
-    trainer = (kind if plan is None else trainer_class(kind))(
+    trainer = as_of(kind, plan, channel)(
         model=model,
         args=args,
-        train_dataset=rows(["prompt"]),
+        train_dataset=rows("prompt"),
         eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         reward_funcs=rewarding,
-        **({} if plan is None else {"plan": plan, "channel": channel}),
     )
     return trainer
 
 
-def outcome(folder: Path, *given: Any, resume: str | None = None, **changed: Any) -> tuple[Any, Any, Any]:
+def outcome(folder: Path, *given: Any, **changed: Any) -> tuple[Any, Any, Any]:
     """What a training logs, its last prompts, answers, rewards and advantages, and its weights."""
     trainer = made(folder, *given, **changed)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     logs = [
@@ -253,10 +255,7 @@ def outcome(folder: Path, *given: Any, resume: str | None = None, **changed: Any
     ]
     seen = {name: list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")}
     seen |= {name: list(each) for name, each in trainer._logs["rewards"].items()}
-    if not given or given[0] is None:
-        return logs, seen, {name: each.clone() for name, each in trainer.model.state_dict().items()}
-    with trainer.engine.whole(optimizer=False):
-        return logs, seen, {name: each.clone() for name, each in trainer.model.state_dict().items()}
+    return logs, seen, weights_of(trainer)
 
 
 def drawn(folder: Path, plan: str, channel: sw.Channel | None = None) -> tuple[list[str], list[list[int]], list[float]]:

@@ -145,16 +145,6 @@ class Gan(pl.LightningModule):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def untoggled(self, x: torch.Tensor, generator: Any, critic: Any) -> None:
-        loss = self.critic_loss(x)
-        critic.zero_grad()
-        self.manual_backward(loss)
-        critic.step()
-
-    def never_stepped(self, x: torch.Tensor, generator: Any, critic: Any) -> None:
-        self.toggle_optimizer(critic)
-        self.manual_backward(self.critic_loss(x))
-
     def old_graph(self, x: torch.Tensor, generator: Any, critic: Any) -> None:
         fake = self(x * 2)
         self.toggle_optimizer(generator)

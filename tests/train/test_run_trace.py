@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.timeline import Timeline, TimeSpan
-from shardwise.train.run_trace import clock_offset, stage_times, unit_bars
+from shardwise.plan.timeline import TimeSpan
+from shardwise.train.run_trace import unit_bars
 from tests.train.runs import finished, laid_out, without_times
 
 FEW = ["train.steps=3", "train.global_batch=4", "train.evaluate_every=2", "train.trace=true"]
@@ -83,35 +83,6 @@ def test_a_trace_changes_no_number_and_stays_where_a_run_is_over(tmp_path: Any) 
     assert "nothing is left to do" in again.printed
     assert "as it was measured" not in again.printed
     assert (config.output / "trace.json").read_bytes() == before
-
-
-def test_the_times_of_stages_are_means_without_waits() -> None:
-    spans = [
-        TimeSpan(0, "F", 0, 0, 1.0, 2.0),
-        TimeSpan(0, "F", 1, 0, 2.0, 6.0),
-        TimeSpan(0, "wait", 1, 0, 3.0, 4.0),
-        TimeSpan(1, "F", 0, 0, 0.0, 2.0),
-        TimeSpan(1, "B", 0, 1, 5.0, 5.5),
-        TimeSpan(1, "other", 0, 1, 6.0, 9.0),
-    ]
-    assert stage_times(Timeline(2, tuple(spans))) == {("F", 0): 2.0, ("B", 1): 0.5}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_offset_of_a_clock_is_found_as_well_as_exchanges_take_time(seed: int) -> None:
-    chance = random.Random(seed)
-    ahead = chance.uniform(-1e6, 1e6)
-    mine, reference, longest = [], [], []
-    now = 0.0
-    for _ in range(5):
-        entered = [now + chance.uniform(0, 1e-3) for _ in range(2)]
-        left = [max(entered) + chance.uniform(0, 1e-3) for _ in range(2)]
-        now = max(left)
-        mine.append((entered[0] + ahead, left[0] + ahead))
-        reference.append((entered[1], left[1]))
-        longest.append(max(left) - min(entered))
-    assert clock_offset(mine, reference) == pytest.approx(ahead, abs=min(longest) + 1e-9)
-    assert clock_offset([(before - ahead, after - ahead) for before, after in mine], reference) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(5))

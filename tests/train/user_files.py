@@ -118,37 +118,32 @@ import torch
 from torch import nn
 
 
-class Mean(nn.Module):
-    def __init__(self, width=8, classes=3):
+class Numbers(nn.Module):
+    def __init__(self, width=4, classes=3):
         super().__init__()
-        self.embedding = nn.Embedding(256, width)
         self.inner = nn.Linear(width, 8)
         self.head = nn.Linear(8, classes)
 
-    def forward(self, input_ids, attention_mask):
-        mask = attention_mask[..., None]
-        mean = (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
-        return self.head(torch.tanh(self.inner(mean)))
-
-
-class Pixels(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3 * 4 * 5, 8)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, pixel_values):
-        return self.head(torch.tanh(self.inner(pixel_values.flatten(1))))
-
-
-class Numbers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 8)
-        self.head = nn.Linear(8, 3)
-
     def forward(self, inputs):
         return self.head(torch.tanh(self.inner(inputs)))
+
+
+class Pixels(Numbers):
+    def __init__(self):
+        super().__init__(3 * 4 * 5)
+
+    def forward(self, pixel_values):
+        return super().forward(pixel_values.flatten(1))
+
+
+class Mean(Numbers):
+    def __init__(self, width=8, classes=3):
+        super().__init__(width, classes)
+        self.embedding = nn.Embedding(256, width)
+
+    def forward(self, input_ids, attention_mask):
+        mask = attention_mask[..., None]
+        return super().forward((self.embedding(input_ids) * mask).sum(1) / mask.sum(1))
 
 
 def label_loss(output, batch, smoothing=0.0):

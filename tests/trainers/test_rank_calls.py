@@ -23,9 +23,7 @@ from tests.refusals import Refusals
 
 PLANS = {
     "one rank": sw.Plan(),
-    "dp 2": sw.Plan(mesh=sw.Mesh(dp_shard=2)),
     "dp 3": sw.Plan(mesh=sw.Mesh(dp_replicate=3)),
-    "tp 2": sw.Plan(mesh=sw.Mesh(tp=2)),
     "pp 2 x dp 2": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2)),
     "dp 2 x tp 2": sw.Plan(mesh=sw.Mesh(dp_replicate=2, tp=2)),
 }
@@ -68,9 +66,7 @@ each_plan = pytest.mark.parametrize("plan", PLANS)
 LEAVES: dict[str, Callable[[int], torch.Tensor]] = {
     "float32": lambda rank: torch.tensor([[1.5 + rank, -2.0 * rank]]),
     "float64, of many digits": lambda rank: torch.tensor([1.0 + 2.0**-40 * (rank + 1)], dtype=torch.float64),
-    "bfloat16": lambda rank: torch.tensor([1.0, 3.0 * rank], dtype=torch.bfloat16),
     "int64, of many digits": lambda rank: torch.tensor([2**53 + 1 + 2 * rank, -rank]),
-    "int32": lambda rank: torch.tensor([7 * rank], dtype=torch.int32),
     "bool": lambda rank: torch.tensor([rank == 0, True, False]),
     "a number": lambda rank: torch.tensor(float(rank)),
     "not a number": lambda rank: torch.tensor([float("nan") if rank == 0 else 1.0, 2.0]),
@@ -106,7 +102,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @both
-@each_plan
+@pytest.mark.parametrize("plan", ["dp 3", "pp 2 x dp 2"])
 def test_reductions_are_those_of_the_values_of_data_ranks(adapter: str, plan: str) -> None:
     cases = [(how, leaf, tree) for how in ("sum", "mean", "max", "min") for leaf in LEAVES for tree in TREES]
 
@@ -207,33 +203,31 @@ def who_runs(accelerator: Any) -> dict[str, bool]:
 @both
 @each_plan
 def test_what_one_process_does_one_rank_does(adapter: str, plan: str) -> None:
-    found = [ran for _, ran in on_ranks(adapter, plan, who_runs)]
+    ranks, found = zip(*on_ranks(adapter, plan, who_runs), strict=True)
     for name in found[0]:
         assert sum(ran[name] for ran in found) == 1, name
-    ranks = [rank for rank, _ in on_ranks(adapter, plan, who_runs)]
     assert ranks[[ran["on_last_process"] for ran in found].index(True)] == max(ranks)
     assert [ran["on_process"] for ran in found] == [ran["is_last_process"] for ran in found]
 
 
 @both
-@pytest.mark.parametrize("plan", ["one rank", "dp 2", "pp 2 x dp 2"])
-@pytest.mark.parametrize("context", ["main_process_first", "local_main_process_first"])
-def test_the_main_process_goes_first(adapter: str, plan: str, context: str, tmp_path: Path) -> None:
+def test_the_main_process_goes_first(adapter: str, tmp_path: Path) -> None:
     def ask(accelerator: Any) -> bool:
-        first: AbstractContextManager[None] = getattr(accelerator, context)()
-        with first:
-            seen = (tmp_path / "made").exists()
-            if accelerator.is_main_process:
-                (tmp_path / "made").touch()
-        return seen == (not accelerator.is_main_process)
+        seen = []
+        for name in ("main_process_first", "local_main_process_first"):
+            first: AbstractContextManager[None] = getattr(accelerator, name)()
+            with first:
+                seen.append((tmp_path / name).exists())
+                if accelerator.is_main_process:
+                    (tmp_path / name).touch()
+        return seen == [not accelerator.is_main_process] * 2
 
-    assert all(right for _, right in on_ranks(adapter, plan, ask))
+    assert all(right for _, right in on_ranks(adapter, "pp 2 x dp 2", ask))
 
 
 @both
-@pytest.mark.parametrize("plan", ["dp 2", "dp 2 x tp 2"])
 def test_files_trackers_and_lines_are_written_once(
-    adapter: str, plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saves: list[int] = []
     logs: list[Any] = []
@@ -262,13 +256,13 @@ def test_files_trackers_and_lines_are_written_once(
         assert accelerator.check_trigger()
         assert not accelerator.check_trigger()
 
-    on_ranks(adapter, plan, ask)
+    on_ranks(adapter, "dp 2 x tp 2", ask)
     assert logs == [{"loss": 1.0}]
     assert capsys.readouterr().out == "a line\n"
     assert sum(saves) == 1
     assert torch.load(tmp_path / "saved.pt")["rank"] == 0
     traces = sorted((tmp_path / "t").iterdir())
-    assert [each.name for each in traces] == [f"profile_{rank}.json" for rank in range(PLANS[plan].mesh.size)]
+    assert [each.name for each in traces] == [f"profile_{rank}.json" for rank in range(4)]
     assert all(json.loads(each.read_text()) for each in traces)
 
 

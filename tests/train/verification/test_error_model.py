@@ -8,7 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.train.verification.error_model import CONFIDENCE, ELEMENT_FACTOR, ErrorModel, Path, by_element, by_size
+from shardwise.train.verification.error_model import ELEMENT_FACTOR, ErrorModel, by_element, by_size
 from shardwise.train.verification.layout_words import layout_overrides, read_layout, split_words
 from shardwise.train.verification.run_recording import SAMPLED_ELEMENTS, places
 from tests.train.verification.verified import plan
@@ -16,15 +16,6 @@ from tests.train.verification.verified import plan
 
 def wide(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def test_a_path_takes_the_coarsest_dtype_that_lies_on_it() -> None:
-    path = Path.beginning().after(length=32, dtypes=["float32"])
-    assert path.deviation == CONFIDENCE * 2**-24 * (1 + math.sqrt(32))
-    further = path.after(length=17, dtypes=["bfloat16", "int64"]).after(length=32, dtypes=["float32"])
-    assert further == Path(num_calls=3, length=81, roundoff=2**-8)
-    assert further.deviation == CONFIDENCE * (2**-8 * math.sqrt(3) + 2**-24 * 9)
-    assert further.there_and_back() == Path(num_calls=6, length=162, roundoff=2**-8)
 
 
 def test_what_a_plan_has_in_common_with_one_process() -> None:
