@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,11 +102,3 @@ def test_bytes_that_are_no_values_are_refused_or_are_as_many(values: list[bytes]
         return
     assert found.num_ranks <= len(values)
     assert [len([*part]) for part in found.parts] == [found.num_ranks] * 2
-
-
-def test_a_run_of_too_many_values_or_parts_is_refused() -> None:
-    run = joined([one_value(b"ab")] * 3, 0)
-    with pytest.raises(ValueError, match="3 values of 2 ranks"):
-        JoinedValues.parsed(run, 2, 1)
-    with pytest.raises(ValueError, match="values of 1 parts in the place of 2"):
-        JoinedValues.parsed(run, 3, 2)

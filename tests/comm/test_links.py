@@ -105,21 +105,6 @@ def test_last_words_overtake_what_has_not_begun_but_never_cut_a_frame() -> None:
     receiver.close()
 
 
-def test_a_queue_whose_reader_is_gone_is_empty_even_where_a_frame_had_begun() -> None:
-    sender, receiver = pair()
-    sender.put(frame(FrameKind.CHUNK, number=0, payload=bytes(3_000_000)))
-    sender.flush()
-    assert sender.wants_to_write
-    receiver.close()
-    sender.flush()
-    sender.put(frame(FrameKind.BYE))
-    assert not sender.wants_to_write
-    assert not sender.ended  # what the other side has sent before is still to be read
-    sender.receive(lambda link, header, payload: None)
-    assert sender.ended
-    sender.close()
-
-
 def test_links_give_back_every_descriptor_and_every_mapping() -> None:
     sender, receiver = pair()
     segment = SharedSegment(0, 2)

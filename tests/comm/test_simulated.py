@@ -11,17 +11,13 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.comm import Channel, Work, alone, simulate
+from shardwise.comm import Channel, alone, simulate
 from shardwise.errors import MismatchError, PlanError
 from tests.refusals import Refusals
 
 
 def meet(channel: Channel, purpose: str = "meet") -> None:
     channel.exchange(b"", purpose=purpose)
-
-
-def gather(channel: Channel, purpose: str) -> Work:
-    return channel.all_gather(torch.zeros(channel.size), torch.zeros(1), purpose=purpose)
 
 
 # -- order
@@ -42,21 +38,6 @@ def test_one_rank_runs_at_a_time_and_hands_over_in_rank_order_when_it_must_wait(
     # The last rank to arrive goes straight on to the next step; the others follow in rank order.
     turns = [(0, 0), (1, 0), (2, 0), (2, 1), (0, 1), (1, 1), (1, 2), (2, 2), (0, 2)]
     assert events == [f"{rank} {verb} {step}" for rank, step in turns for verb in ("begins", "ends")]
-
-
-def test_a_rank_keeps_the_baton_while_nothing_blocks_it() -> None:
-    events: list[int] = []
-
-    def body(channel: Channel) -> None:
-        works = []
-        for index in range(3):
-            works.append(gather(channel, f"gather {index}"))
-            events.append(channel.rank)
-        for work in works:
-            work.wait()
-
-    simulate(3, body)
-    assert events == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_a_rank_may_simulate_a_world_of_its_own() -> None:
@@ -217,22 +198,6 @@ def test_rank_r_has_the_device_of_number_r_as_its_current_one_where_devices_are_
         assert found == (*[torch.device(fake, rank)] * 3, rank)
     assert torch.accelerator.current_device_index() == 0
     assert simulate(2, lambda channel: channel.device.type) == ["cpu"] * 2
-
-
-def test_messages_on_the_cpu_travel_and_are_matched_apart(fake: str) -> None:
-    def run(channel: Channel) -> list[list[float]]:
-        other = 1 - channel.rank
-        here, there = torch.zeros(2, device=channel.device), torch.zeros(2)
-        if channel.rank == 0:
-            first = channel.send(torch.full((2,), 5.0, device=channel.device), other, purpose="device")
-            channel.send(torch.full((2,), 7.0), other, purpose="host").wait()
-            first.wait()
-        else:
-            channel.receive(there, other, purpose="host").wait()
-            channel.receive(here, other, purpose="device").wait()
-        return [here.tolist(), there.tolist()]
-
-    assert simulate(2, run, device=fake)[1] == [[5.0, 5.0], [7.0, 7.0]]
 
 
 @pytest.mark.parametrize(

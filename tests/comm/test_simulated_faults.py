@@ -93,18 +93,6 @@ def test_what_stops_all_ranks_is_told_at_once_to_all(case: str) -> None:
     REFUSED.check(case)
 
 
-def test_a_rank_may_finish_while_others_go_on_without_it() -> None:
-    def body(channel: Channel) -> int:
-        if channel.rank == 0:
-            return 0
-        part = channel.over([1, 2])
-        for _ in range(3):
-            meet(part)
-        return part.rank
-
-    assert simulate(3, body) == [0, 0, 1]
-
-
 # -- errors of a rank
 
 

@@ -253,7 +253,3 @@ def test_an_address_says_what_it_needs_when_that_is_missing(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"memory://x needs fsspec: pip install shardwise\[object\]"):
         store_of("memory://x")
-
-
-def test_every_case_has_a_name_of_its_own() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) > 15

@@ -29,7 +29,7 @@ from shardwise.testing import strict
 from shardwise.testing.accelerator import LAST, NAME, behind, present
 from tests.forks.calls import Call, Start
 
-CALL_SECONDS = 60.0
+CALL_SECONDS = 100.0
 
 _FOR_GOOD = contextlib.ExitStack()
 """What a process sees from its first call on such devices on."""
@@ -127,7 +127,6 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *arguments: Any,
-        shared_memory: bool = True,
         transport: Transport | None = None,
         poisons: bool = False,
         lost: Sequence[int] = (),
@@ -139,13 +138,13 @@ class Pool:
         to die or to stop for good; they give None, and the group is replaced. Raises `RankError` when a rank raises,
         dies or has no result after `patience_seconds`.
         """
-        chosen = transport or (SHARED_MEMORY if shared_memory else TCP)
-        group = world_size, chosen.device == "strict"
+        transport = transport or SHARED_MEMORY
+        group = world_size, transport.device == "strict"
         if group not in self._groups:
             self._groups[group] = _Workers(world_size, self._start)
         workers = self._groups[group]
         for connection in workers.connections:
-            connection.send((function, arguments, chosen, poisons or bool(lost), patience_seconds))
+            connection.send((function, arguments, transport, poisons or bool(lost), patience_seconds))
         awaited = {rank: workers.connections[rank] for rank in range(world_size) if rank not in lost}
         results: dict[int, Any] = {}
         deadline = time.monotonic() + patience_seconds

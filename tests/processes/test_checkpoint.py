@@ -1,4 +1,4 @@
-"""Checkpoints of real processes: every layout, both transports, storage that one rank sees, savers that meet."""
+"""Checkpoints of real processes, over both transports."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +9,8 @@ import torch
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.comm import Channel
-from shardwise.comm.channel import alone
-from shardwise.errors import CheckpointError
 from shardwise.space import Piece
-from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, masters_of, train
-from tests.checkpoint.small_states import loaded, rubbish, same, whole_state
+from tests.checkpoint.layouts import LAYOUTS, assembled, engine_of, masters_of, train
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 
 State = dict[Piece, torch.Tensor]
@@ -53,46 +50,3 @@ def test_engines_load_each_others_saves(
     for name, tensor in got.items():
         assert torch.equal(tensor, expected[name]), name
     assert checkpoint.verify(tmp_path).good
-
-
-def load_from_own_place(channel: Channel, folder: str, verify: bool) -> Whole:
-    """A state of some MB, which only rank 1's place has."""
-    target = {"w": torch.zeros(700, 1000), "v": torch.zeros(3, dtype=torch.bfloat16)}
-    sw.load(f"{folder}/{channel.rank}", target, shared=False, verify=verify, channel=channel)
-    return target
-
-
-@pytest.mark.parametrize(("verify", "transport"), [(True, SHARED_MEMORY), (False, TCP)])
-def test_storage_that_one_rank_sees_is_read_for_all(
-    verify: bool, transport: Transport, pool: Pool, tmp_path: Path
-) -> None:
-    state = {"w": torch.arange(700_000.0).view(700, 1000), "v": torch.ones(3).bfloat16()}
-    checkpoint.save(tmp_path / "1", state)
-    for found in pool.run(3, load_from_own_place, str(tmp_path), verify, transport=transport):
-        assert same(found, state)
-
-
-def save_alone(channel: Channel, path: str, num_rounds: int) -> list[str | None]:
-    """Every rank saves for itself, all at once; per round None or the error."""
-    outcomes: list[str | None] = []
-    for turn in range(num_rounds):
-        seed = 10 * turn + channel.rank
-        channel.exchange(b"", purpose="all begin together")
-        try:
-            sw.save(path, whole_state(seed), extra={"state": seed}, channel=alone())
-            outcomes.append(None)
-        except CheckpointError as error:
-            outcomes.append(str(error))
-    return outcomes
-
-
-def test_of_programs_that_save_to_one_folder_one_wins_each_number(pool: Pool, tmp_path: Path) -> None:
-    outcomes = pool.run(3, save_alone, str(tmp_path), 8)
-    won = [10 * turn + rank for turn in range(8) for rank in range(3) if outcomes[rank][turn] is None]
-    for lost in (each for rank in range(3) for each in outcomes[rank] if each is not None):
-        assert f"another program saved to {tmp_path} at the same time and committed save-" in lost
-    found = [loaded(folder) for folder in sorted(tmp_path.iterdir())]
-    assert sorted(extra["state"] for _, extra in found) == won  # type: ignore[type-var]
-    assert all(same(state, whole_state(extra["state"])) for state, extra in found)  # type: ignore[arg-type]
-    checkpoint.save(tmp_path, whole_state(0))
-    assert rubbish(tmp_path) == []

@@ -10,10 +10,9 @@ import pytest
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore
+from shardwise.checkpoint import AsyncSaver
 from shardwise.comm import Channel
-from shardwise.errors import CheckpointError, PeerError
-from tests.checkpoint.faulty import really_dying
+from shardwise.errors import PeerError
 from tests.checkpoint.small_states import loaded, rubbish, same, share_of_state, whole_state
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, RankError
 
@@ -93,32 +92,3 @@ def test_processes_killed_while_they_save_leave_a_whole_newest_save(pool: Pool, 
 @pytest.mark.timeout(3600)
 def test_processes_killed_two_hundred_times_leave_a_whole_newest_save(pool: Pool, tmp_path: Path) -> None:
     kill_again_and_again(pool, tmp_path / "saves", 200, seed=1)
-
-
-def save_dying(channel: Channel, path: str, victim: int, n: int, in_background: bool) -> str:
-    store = LocalStore(path)
-    mine = really_dying(store, n, mode="after") if channel.rank == victim else store
-    state = share_of_state(whole_state(2), channel.rank, channel.size)
-    try:
-        if in_background:
-            with AsyncSaver(mine, channel=channel) as saver:
-                saver.save(state, extra={"state": 2})
-        else:
-            sw.save(mine, state, extra={"state": 2}, channel=channel)
-    except (PeerError, CheckpointError) as error:
-        return str(error)
-    return "saved"
-
-
-@pytest.mark.parametrize(("victim", "n", "in_background"), [(0, 1, True), (0, 6, False), (1, 2, True)])
-def test_a_process_that_dies_in_a_save_is_an_error_to_the_other(
-    victim: int, n: int, in_background: bool, pool: Pool, tmp_path: Path
-) -> None:
-    checkpoint.save(tmp_path, whole_state(1), extra={"state": 1})
-    results = pool.run(2, save_dying, str(tmp_path), victim, n, in_background, lost=[victim])
-    assert f"rank {victim} is gone" in results[1 - victim]
-    found, extra = loaded(tmp_path)
-    assert extra == {"state": 1}
-    assert same(found, whole_state(1))
-    checkpoint.save(tmp_path, whole_state(3))
-    assert rubbish(tmp_path) == []

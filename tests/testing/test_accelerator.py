@@ -1,6 +1,5 @@
 """The fake device refuses and counts what an accelerator would."""
 
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from shardwise.testing.accelerator import NAME, counted, num_devices
-from shardwise.testing.library import FOLDER, library
 
 FIRST = f"{NAME}:0"
 SECOND = f"{NAME}:1"
@@ -163,10 +161,3 @@ def test_backward_runs_in_the_thread_of_the_device() -> None:
     (x * 2).sum().backward()
     assert seen[0][0] != threading.get_ident()
     assert seen[0][1] == 1
-
-
-def test_workers_that_come_at_the_same_time_have_one_library() -> None:
-    made = library()
-    assert made.parent == FOLDER
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(library) == made
