@@ -8,6 +8,7 @@ An engine that reads too early gets nan; one that writes to what travels sends w
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ import shardwise as sw
 from benchmarks.silence import Silence
 from shardwise.comm import Work
 from tests.engine.channels import GoesOnAlone
+from tests.engine.loops import mean_square, plan_of, sgd
+from tests.oracle.program import seeded
 
 
 class LateWork:
@@ -162,3 +165,24 @@ class LoggedBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._log.compute(f"F {self._name}")
         return _Mark.apply(x + self.down(torch.relu(self.up(x))), self._log, self._name)  # type: ignore[no-any-return, no-untyped-call]
+
+
+WIDTH = 8
+
+
+def engine_of(
+    log: Log, channel: sw.Channel | None, stage: int, inner: Sequence[int], *, k: int = 1, **settings: Any
+) -> sw.Engine:
+    """An engine over blocks with these inner widths, of which one of 8 fills a bucket. channel: one of two ranks."""
+    blocks = seeded(lambda: nn.Sequential(*(LoggedBlock(log, str(at), WIDTH, width) for at, width in enumerate(inner))))
+    plan = plan_of("dp_shard=2", stage, k, sharding={"bucket_bytes": 600}, clip_grad_norm=0.5)
+    given = {"optimizer": sgd, "loss": mean_square, **settings}
+    return sw.parallelize(blocks(), plan, channel=channel or Logged(log), **given)
+
+
+def third_step(log: Log, engine: sw.Engine, k: int = 1) -> list[Event]:
+    """What it did: buffers are laid out in the first two."""
+    for _ in range(3):
+        log.events.clear()
+        engine.step({"input": torch.ones(2 * k, WIDTH)})
+    return log.events

@@ -64,6 +64,21 @@ class Own(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class Normed(Own):
+    """Steps of a length that follows the norm of a parameter (as LAMB's), or of all of them; by a share of it."""
+
+    def __init__(self, parameters: Any, lr: float, *, of_all: bool = False, share: float = 1.0) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.of_all, self.share, self.norm = of_all, share, 0.0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if self.of_all:
+            self.norm = math.hypot(*(float(each.norm()) for each in group["params"] if each.grad is not None))
+
+    def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
+        return gradient * (1 - self.share + self.share * (self.norm if self.of_all else float(parameter.norm())))
+
+
 class AuxiliaryMuon(Own):
     """Muon with Adam inside (Jordan's muon.py): groups say which, by `use_muon`, and differ in their settings."""
 
@@ -93,30 +108,37 @@ class Flagged(Own):
 
 
 class Shampoo(Own):
-    """Shampoo (Gupta et al., 2018, arXiv:1802.09568) with a late begin: factors in a list, a count made by steps."""
+    """Shampoo (Gupta et al., 2018, arXiv:1802.09568) with a late begin: factors in a list, a count made by steps.
 
-    def __init__(self, params: Any, lr: float, begin: int = 2, every: int = 2) -> None:
-        super().__init__(params, {"lr": lr, "begin": begin, "every": every})
+    As in SOAP (Vyas et al., 2024, arXiv:2409.11321), long dims have [] for a factor, and gradients are let go at once.
+    """
+
+    def __init__(self, params: Any, lr: float, begin: int = 2, every: int = 2, longest: int = 20) -> None:
+        super().__init__(params, {"lr": lr, "begin": begin, "every": every, "longest": longest})
 
     def begin(self, group: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1
         self.state["of all"] = {"steps": group["step"]}  # type: ignore[index]
 
     def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
+        parameter.grad = None
         if not state:
-            eyes = [torch.eye(size, dtype=gradient.dtype) for size in gradient.shape]
-            state["factors"] = [1e-4 * each for each in eyes]
+            sizes = gradient.shape
+            eyes: list[Any] = [torch.eye(n, dtype=gradient.dtype) if n <= group["longest"] else [] for n in sizes]
+            state["factors"] = [1e-4 * each if len(each) else [] for each in eyes]
             state["roots"] = tuple(eyes)
-            state["kept"] = {"clipped": 0, "shape": gradient.shape, "best": None}
-        for at, factor in enumerate(state["factors"]):
-            flat = gradient.movedim(at, 0).reshape(len(factor), -1)
-            factor.add_(flat @ flat.mT)
+            state["kept"] = {"clipped": 0, "shape": sizes, "best": None, "decay": 0.95}
+        used = [at for at, each in enumerate(state["factors"]) if len(each)]
+        for at in used:
+            flat = gradient.movedim(at, 0).reshape(gradient.shape[at], -1)
+            state["factors"][at].add_(flat @ flat.mT)
         if group["step"] >= group["begin"]:
             if group["step"] % group["every"] == 0:
-                state["roots"] = tuple(root_of(each, gradient.ndim) for each in state["factors"])
-            for at, root in enumerate(state["roots"]):
+                roots: list[Any] = [root_of(each, gradient.ndim) if len(each) else [] for each in state["factors"]]
+                state["roots"] = tuple(roots)
+            for at in used:
                 moved = gradient.movedim(at, 0)
-                gradient = (root @ moved.reshape(len(root), -1)).view(moved.shape).movedim(0, at)
+                gradient = (state["roots"][at] @ moved.reshape(len(moved), -1)).view(moved.shape).movedim(0, at)
         return gradient
 
 
@@ -126,59 +148,11 @@ def root_of(factor: torch.Tensor, dims: int) -> torch.Tensor:
     return root
 
 
-class Soap(Own):
-    """SOAP (Vyas et al., 2024, arXiv:2409.11321): the first step only begins; bases are kept, or [] for long dims."""
-
-    def __init__(self, params: Any, lr: float, every: int = 2, longest: int = 20) -> None:
-        super().__init__(params, {"lr": lr, "every": every, "longest": longest})
-
-    def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
-        parameter.grad = None
-        if "step" not in state:
-            sizes = gradient.shape if gradient.ndim > 1 else ()
-            state.update(step=0, Q=None, every=group["every"], beta=0.95)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-            empty: list[Any] = [torch.zeros(n, n, dtype=gradient.dtype) if n <= group["longest"] else [] for n in sizes]
-            state["GG"] = empty or [[]]
-            gather(state, gradient)
-            if sizes:  # vectors have none
-                # In the order of rows, as a save keeps it: products of other strides may be rounded otherwise.
-                state["Q"] = [torch.linalg.eigh(each)[1].contiguous() if len(each) else [] for each in state["GG"]]
-            return None
-        state["step"] += 1
-        state["exp_avg"].lerp_(gradient, 0.1)
-        state["exp_avg_sq"].lerp_(in_basis(gradient, state["Q"], back=False).square(), 0.05)
-        mean = in_basis(state["exp_avg"], state["Q"], back=False)
-        way = in_basis(mean / (state["exp_avg_sq"].sqrt() + 1e-8), state["Q"], back=True)
-        gather(state, gradient)
-        if state["Q"] is not None and state["step"] % state["every"] == 0:
-            pairs = zip(state["GG"], state["Q"], strict=True)
-            state["Q"] = [torch.linalg.qr(each @ q)[0].contiguous() if len(each) else [] for each, q in pairs]
-        return way
-
-
-def gather(state: dict[str, Any], gradient: torch.Tensor) -> None:
-    for at, each in enumerate(state["GG"]):
-        if len(each):
-            flat = gradient.movedim(at, 0).flatten(1)
-            each.lerp_(flat @ flat.mT, 1 - state["beta"])
-
-
-def in_basis(matrix: torch.Tensor, bases: list[Any] | None, *, back: bool) -> torch.Tensor:
-    for at, basis in enumerate(bases or ()):
-        if len(basis):
-            moved = matrix.movedim(at, 0)
-            turned = (basis if back else basis.mT) @ moved.flatten(1)
-            matrix = turned.view(moved.shape).movedim(0, at)
-    return matrix
-
-
 class BlockMomentum(Own):
-    """Momentum in int8 with a scale per block, of parameters that are not small; as tensors, or in one around them."""
+    """Momentum in int8 with a scale per block, in a tensor around them, of parameters that are not small."""
 
-    def __init__(self, params: Any, *, in_one: bool) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
-        self.in_one = in_one
 
     def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
         if parameter.numel() < 100:
@@ -186,12 +160,11 @@ class BlockMomentum(Own):
             return torch.as_tensor(momentum)
         blocks = gradient.reshape(-1, 20)
         if state:
-            held = vars(state["momentum"]) if self.in_one else state
-            blocks = blocks + 0.9 * held["codes"].reshape(-1, 20) * held["scale"]
+            held = state["momentum"]
+            blocks = blocks + 0.9 * held.codes.reshape(-1, 20) * held.scale
         scale = blocks.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
         codes = (blocks / scale).round().to(torch.int8).view(parameter.shape)
-        packed = {"codes": codes, "scale": scale}
-        state.update({"momentum": Codes(codes, scale, torch.float32)} if self.in_one else packed)
+        state["momentum"] = Codes(codes, scale, torch.float32)
         return (codes.reshape(-1, 20) * scale).view(parameter.shape)
 
 
@@ -254,11 +227,9 @@ OPTIMIZERS: dict[str, Make] = {
     "auxiliary muon": auxiliary_muon,
     "flagged": lambda model: Flagged(each for each in model.parameters() if each.requires_grad),
     "shampoo": lambda model: Shampoo(model.parameters(), lr=0.05),
-    "soap": lambda model: Soap(model.parameters(), lr=0.01),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1),
-    "blocks": lambda model: BlockMomentum(model.parameters(), in_one=False),
     "bitsandbytes": in_8_bits,
-    "blocks in a tensor": lambda model: BlockMomentum(model.parameters(), in_one=True),
+    "blocks": lambda model: BlockMomentum(model.parameters()),
 }
 
 

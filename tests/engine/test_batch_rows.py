@@ -1,10 +1,9 @@
-"""A batch is any nesting of what the model takes: its rows are cut, and the model is called with it."""
+"""A batch is any nesting of what the model takes: its rows are cut, and nothing else of it."""
 
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,24 +16,15 @@ from transformers.modeling_outputs import BaseModelOutput
 import shardwise as sw
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batch_rows import BatchRows
-from shardwise.engine.batches import LossOfModel, count_rows, moved_to, split_batch, with_tensors
+from shardwise.engine.batches import count_rows, moved_to, split_batch, with_tensors
+from tests.engine.given_words import Inputs, Sides
 from tests.engine.refusals import raise_of_all
 from tests.engine.tower import DATA, TP, on_ranks, tower
+from tests.oracle.one_process import train_in_one_process
 from tests.oracle.program import adamw, seeded
 from tests.refusals import Refusals
 
 CPU = torch.device("cpu")
-
-
-class Sides(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Inputs:
-    x: Any
-    more: Any = None
 
 
 class OwnMapping(MutableMapping[str, Any]):
@@ -106,14 +96,10 @@ def test_rows_are_cut_in_any_nesting_and_nothing_else_changes(batch: Any) -> Non
 def test_what_a_program_puts_into_a_microbatch_stays_there() -> None:
     batch: dict[str, Any] = {"x": column(), "more": {"y": column()}}
     first, second = split_batch(batch, 2, CPU)
-    first["more"].pop("y")
-    first["new"] = 3
-    given = moved_to(batch, CPU)
-    given["more"]["new"] = 3
-    for whole in (batch, second):
-        assert list(whole) == ["x", "more"]
-        assert isinstance(whole["more"], dict)
-        assert list(whole["more"]) == ["y"]
+    for each in (first, moved_to(batch, CPU)):
+        each["more"].pop("y")
+        each["new"] = 3
+    assert all((list(whole), list(whole["more"])) == (["x", "more"], ["y"]) for whole in (batch, second))
 
 
 def test_arrays_become_tensors_in_their_memory() -> None:
@@ -145,96 +131,6 @@ def test_rows_may_be_in_any_dim(rows: Any, batch: Any, shapes: Any) -> None:
     assert count_rows(second, BatchRows(rows)) == 2
 
 
-# The call of the model ------------------------------------------------------------------------------------------------
-
-
-class Called(nn.Module):
-    """Remembers what it was called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.calls: list[Any] = []
-
-    def remember(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls.append((args, kwargs))
-        return self.weight * 2
-
-
-class TakesOne(Called):
-    def forward(self, tokens: Any) -> torch.Tensor:
-        return self.remember(tokens)
-
-
-class TakesMask(Called):
-    def forward(self, x: Any, mask: Any = None) -> torch.Tensor:
-        return self.remember(x, mask)
-
-
-class TakesTwo(Called):
-    def forward(self, one: Any, two: Any) -> torch.Tensor:
-        return self.remember(one, two)
-
-
-class TakesAll(Called):
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.remember(*args, **kwargs)
-
-
-X, Y, Z = torch.ones(2, 3), torch.zeros(2), torch.full((2,), 2.0)
-INPUTS, SIDES = Inputs(x=X, more=Z), Sides(X, Y)
-
-
-CALLS: list[tuple[Callable[[], Called], Any, tuple[Any, ...], dict[str, Any]]] = [
-    (TakesOne, X, (X,), {}),
-    (TakesOne, (X, Y), (X,), {}),
-    (TakesOne, [X, Y], (X,), {}),
-    (TakesOne, (X, Y, Z), (X,), {}),
-    (TakesOne, ([X, Z], Y), ([X, Z],), {}),
-    (TakesOne, INPUTS, (INPUTS,), {}),
-    (TakesOne, SIDES, (X,), {}),
-    (TakesOne, ({"tokens": X, "mask": Z}, Y), (X,), {}),
-    (TakesMask, (X, Y), (X, None), {}),
-    (TakesMask, ((X, Z), Y), (X, Z), {}),
-    (TakesMask, ({"x": X, "mask": Z, "other": 3}, Y), (X, Z), {}),
-    (TakesMask, INPUTS, (X, None), {}),
-    (TakesTwo, (X, Z, Y), (X, Z), {}),
-    (TakesTwo, (X, Z), (X, Z), {}),
-    (TakesTwo, ((X, Z), Y), (X, Z), {}),
-    (TakesAll, (X, Y), (X,), {}),
-    (TakesAll, ({"x": X, "mask": Z}, Y), (), {"x": X, "mask": Z}),
-]
-
-
-def identities(values: Any) -> list[int]:
-    """Of values and of those in lists, which are lists of the call's own."""
-    return [inner for each in values for inner in (identities(each) if isinstance(each, list) else [id(each)])]
-
-
-@pytest.mark.parametrize("case", CALLS)
-def test_a_loss_function_leaves_the_model_its_inputs(case: Any) -> None:
-    kind, batch, args, kwargs = case
-    model, shown = kind(), list[Any]()
-
-    def loss(output: torch.Tensor, whole: Any) -> torch.Tensor:
-        shown.append(whole)
-        return output
-
-    LossOfModel(model, loss)(batch)
-    ((got, named),) = model.calls
-    assert identities(got) == identities(args)
-    assert {name: id(each) for name, each in named.items()} == {name: id(each) for name, each in kwargs.items()}
-    assert shown[0] is batch
-
-
-def test_without_a_loss_function_the_model_gets_the_whole_microbatch() -> None:
-    for batch, args in (((X, Y), (X, Y)), ([X, Y], (X, Y)), (INPUTS, (INPUTS,)), (X, (X,)), (SIDES, (X, Y))):
-        model = TakesAll()
-        LossOfModel(model, None)(batch)
-        ((got, _),) = model.calls
-        assert identities(got) == identities(args)
-
-
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -250,39 +146,34 @@ def cross_entropy(output: torch.Tensor, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "plan",
     [
-        sw.Plan(),
         sw.Plan(merge=sw.Merge(microbatches=2)),
         sw.Plan(mesh=DATA, sharding=sw.Sharding(stage=3)),
         sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2)),
         sw.Plan(mesh=sw.Mesh(tp=2), tensor=TP),
     ],
-    ids=["one", "k = 2", "stage 3", "pp", "tp"],
+    ids=["k = 2", "stage 3", "pp", "tp"],
 )
 def test_batches_of_a_loader_train_as_in_a_plain_loop(plan: sw.Plan) -> None:
     """As tuples and as lists, and at last a list of two of them."""
+    loaded = [(x, y) for x, y in DataLoader(pairs(), batch_size=4)]
 
     def run(channel: sw.Channel) -> tuple[list[float], float]:
         engine = sw.parallelize(tower(), plan, optimizer=adamw, loss=cross_entropy, channel=channel)
         mine = slice(plan.mesh.data_rank(channel.rank), None, plan.mesh.num_data_ranks)
-        losses = [engine.step((x[mine], y[mine])).loss for x, y in DataLoader(pairs(), batch_size=4)]
-        losses += [engine.step([each[mine] for each in batch]).loss for batch in DataLoader(pairs(), batch_size=4)]
-        given = [[each[mine] for each in batch] for batch in DataLoader(pairs(8), batch_size=4)]
-        report = engine.step(given)
-        assert report.num_microbatches == 2
+        reports = [engine.step((x[mine], y[mine])) for x, y in loaded]
+        reports += [engine.step([x[mine], y[mine]]) for x, y in loaded]
+        given = [[x[mine], y[mine]] for x, y in loaded[:2]]
+        reports.append(engine.step(given))
+        assert reports[-1].num_microbatches == 2
         right = engine.evaluate(given, metrics={"right": lambda output, batch: output.argmax(-1) == batch[1]})
-        return [*losses, report.loss, report.grad_norm], right.metrics["right"]
+        return [each.loss for each in reports], right.metrics["right"]
 
-    model, losses = tower(), []
-    optimizer = adamw(list(model.parameters()))
-    rounds = [[(x, y)] for _ in range(2) for x, y in DataLoader(pairs(), batch_size=4)]
-    for given in [*rounds, list(DataLoader(pairs(8), batch_size=4))]:
-        optimizer.zero_grad()
-        loss: Any = sum(nn.functional.cross_entropy(model(x), y) for x, y in given) / len(given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    losses.append(float(nn.utils.get_total_norm([each.grad for each in model.parameters()])))  # type: ignore[misc]
-    x, y = pairs(8)[:]
+    model = tower()
+    optimizer, losses = adamw(list(model.parameters())), []
+    x, y = pairs()[:8]
+    for batches, k in (([{"x": x, 1: y} for x, y in [*loaded, *loaded]], 1), ([{"x": x, 1: y}], 2)):
+        trained = train_in_one_process(model, optimizer, batches, loss=cross_entropy, num_microbatches=k)  # type: ignore[arg-type]
+        losses += trained.losses
     for found, right in on_ranks(plan, run):
         assert found == pytest.approx(losses, rel=1e-5)
         assert right == float((model(x).argmax(-1) == y).double().mean())
@@ -342,10 +233,6 @@ def unlike_along_tp(channel: sw.Channel) -> None:
     engine.step(({"input": torch.full((2, 4), float(channel.rank))}, torch.ones(2, dtype=torch.int64)))
 
 
-def called_with(kind: Callable[[], Called], batch: Any) -> Callable[[], object]:
-    return lambda: LossOfModel(kind(), lambda output, _: output)(batch)
-
-
 REFUSED = Refusals(
     "engine.batch_rows",
     {
@@ -358,14 +245,11 @@ REFUSED = Refusals(
         ),
         "tensors in an object": lambda: split_batch({"x": column(), "other": SimpleNamespace(y=column())}, 2, CPU),
         "tensors in a set": lambda: split_batch({"x": column(), "other": {column()}}, 2, CPU),
-        "entries that may be inputs or not": called_with(TakesMask, (X, Z, Y)),
-        "entries for any arguments": called_with(TakesAll, [X, Z, Y]),
-        "too few entries": called_with(TakesTwo, (X,)),
         "a nested entry that differs along tp": lambda: raise_of_all(2, unlike_along_tp),
     },
 )
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_rows_or_no_inputs_is_refused(case: str) -> None:
+def test_what_has_no_rows_is_refused(case: str) -> None:
     REFUSED.check(case)

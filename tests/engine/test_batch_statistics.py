@@ -1,6 +1,7 @@
 """SyncBatchNorm on ranks: the statistics, gradients and buffers of BatchNorm in one process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,18 +9,26 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.engine.loops import begun, mean_square, plan_of, sgd
+from tests.engine.loops import begun, mean_square, plan_of, rows, share
 from tests.engine.refusals import same_error_everywhere
+from tests.oracle.comparison import assert_trains_like_one_process
+from tests.oracle.program import plan_of as plan_of_program
+from tests.oracle.program import seeded
+from tests.oracle.programs import PROGRAMS
 from tests.refusals import Refusals
 
-NUM_RANKS, ROWS = 2, 3
+
+def synced(model: nn.Module) -> nn.Module:
+    made: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return made
 
 
 class Net(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+    """Pictures where the norm is for such."""
+
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(4, 6), norm()
+        self.first, self.norm = nn.Linear(4, 6), norm
         self.last = nn.Linear(6, 1)
         self.is_picture = isinstance(self.norm, nn.BatchNorm2d)
 
@@ -31,12 +40,42 @@ class Net(nn.Module):
         return output
 
 
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "2d": lambda: nn.BatchNorm2d(6, eps=0.1),
+    "cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
+    "plain": lambda: nn.BatchNorm1d(6, affine=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("norm", "mesh", "settings"),
+    [
+        ("2d", "dp_replicate=2", {}),
+        ("cumulative", "dp_shard=2", {"k": 2}),
+        ("plain", "dp_shard=2", {"stage": 2}),
+        ("2d", "dp_shard=2", {"stage": 3, "activations": sw.Activations(checkpoint=("norm",))}),
+        ("cumulative", "pp=2,dp_shard=2", {"k": 2}),
+        ("plain", "tp=2,dp_shard=2", {}),
+    ],
+)
+def test_it_is_that_of_one_process(norm: str, mesh: str, settings: dict[str, Any]) -> None:
+    """`tests/oracle` has the plainest one."""
+    made = replace(
+        PROGRAMS["batch norm of all ranks"],
+        make=seeded(lambda: synced(Net(NORMS[norm]()))),
+        make_plain=seeded(lambda: Net(NORMS[norm]())),
+        stages={"first": 0, "norm": 1, "last": 1},
+        num_stages=2,
+        rules={"first": "colwise_gather_output"},
+    )
+    assert_trains_like_one_process(made, plan_of_program(made, mesh, **settings))
+
+
 class Region(nn.Module):
     """A cut region with statistics in it, which is proved on each data rank for itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.norm, self.first, self.last = nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,77 +83,30 @@ class Region(nn.Module):
         return output
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "1d": lambda: Net(lambda: nn.BatchNorm1d(6)),
-    "2d": lambda: Net(lambda: nn.BatchNorm2d(6, eps=0.1)),
-    "cumulative": lambda: Net(lambda: nn.BatchNorm1d(6, momentum=None)),
-    "plain": lambda: Net(lambda: nn.BatchNorm2d(6, affine=False, track_running_stats=False)),
-}
-GATHERED = {"first": "colwise_gather_output"}
-PLANS = {
-    "replicas": plan_of("dp_replicate=2"),
-    "stage 1, k=2": plan_of("dp_shard=2", 1, 2),
-    "stage 2": plan_of("dp_shard=2", 2),
-    "stage 3, again": plan_of("dp_shard=2", 3, checkpoint=("norm",)),
-    "pp, k=2": plan_of("pp=2,dp_shard=2", k=2, stages={"first": 0, "norm": 1, "last": 1}),
-    "tp": plan_of("tp=2,dp_shard=2", rules=GATHERED),
-}
-CASES = [(MODELS[name], plan) for name in MODELS for plan in PLANS.values()]
-CASES += [(Region, plan_of("tp=2,dp_shard=2", rules={"first": "column", "last": "row"}))]
-
-
-def rows(step: int, k: int) -> list[list[torch.Tensor]]:
-    """Of each rank the rows of each microbatch."""
-    generator = torch.Generator().manual_seed(step)
-    scale = torch.arange(1.0, 1 + NUM_RANKS * k * ROWS).view(-1, 1)
-    drawn = (torch.randn(NUM_RANKS * k * ROWS, 4, generator=generator) * scale).split(ROWS)
-    return [list(drawn[rank * k : (rank + 1) * k]) for rank in range(NUM_RANKS)]
-
-
-def seen(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in model.state_dict().items()}
-
-
-def engine_of(channel: sw.Channel, make: Callable[[], nn.Module], plan: sw.Plan, **settings: Any) -> Any:
-    return begun(channel, lambda: nn.SyncBatchNorm.convert_sync_batchnorm(make()), plan, **settings)
-
-
-@pytest.mark.parametrize(("make", "plan"), CASES)
-def test_it_is_that_of_one_process(make: Callable[[], nn.Module], plan: sw.Plan) -> None:
-    """Also where one data rank alone predicts before the first step."""
-    k, model = plan.merge.microbatches, make()
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        given = rows(step, k)
-        for at in range(k):
-            (mean_square(model(torch.cat([each[at] for each in given]))) / k).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        engine = engine_of(channel, make, plan)
-        rank = plan.mesh.data_rank(channel.rank)
-        if rank and make is Region:
-            engine.predict({"x": torch.cat(rows(0, k)[0])})
+def test_one_data_rank_alone_may_predict_before_the_first_step() -> None:
+    def run(channel: sw.Channel) -> float:
+        plan = plan_of("tp=2,dp_shard=2", rules={"first": "column", "last": "row"})
+        engine = begun(channel, lambda: synced(Region()), plan)
+        if plan.mesh.data_rank(channel.rank):
+            engine.predict(share(engine, rows(1)))
             engine.model.train()
-        for step in range(3):
-            engine.step({"x": torch.cat(rows(step, k)[rank])})
-        with engine.whole():
-            return seen(engine.model)
+        loss: float = engine.step(share(engine, rows(0))).loss
+        return loss
 
-    for found in sw.simulate(plan.mesh.size, run):
-        torch.testing.assert_close(found, seen(model), rtol=1e-4, atol=1e-5)
+    expected = mean_square(seeded(Region)()(rows(0)["x"])).item()
+    assert sw.simulate(4, run) == [pytest.approx(expected, rel=1e-5)] * 4
 
 
 def test_unlike_rows_and_half_precision() -> None:
     """5 and 1 rows: each row counts alike."""
-    given = torch.cat(rows(0, 1)[0] + rows(0, 1)[1])
-    expected = mean_square(MODELS["1d"]()(given)).item()
+    make, given = seeded(lambda: Net(nn.BatchNorm1d(6))), rows(0, count=6)["x"]
+    plans = [plan_of("dp_shard=2", compute=each) for each in (None, "bfloat16")]
 
     def run(channel: sw.Channel) -> list[float]:
-        engines = [engine_of(channel, MODELS["1d"], plan_of("dp_shard=2", compute=each)) for each in (None, "bfloat16")]
+        engines = [begun(channel, lambda: synced(make()), plan) for plan in plans]
         return [each.step({"x": given[5:] if channel.rank else given[:5]}).loss for each in engines]
 
+    expected = mean_square(make()(given)).item()
     for exact, rounded in sw.simulate(2, run):
         assert exact == pytest.approx(expected, rel=1e-5)
         assert rounded == pytest.approx(expected, rel=0.05)
@@ -143,9 +135,9 @@ def met(make: Callable[[], nn.Module]) -> None:
 REFUSED = Refusals(
     "engine.batch_statistics",
     {
-        "its own group": lambda: met(lambda: Net(lambda: nn.SyncBatchNorm(6, process_group=object()))),
-        "its own forward": lambda: met(lambda: Net(lambda: WithForward(6))),
-        "microbatches that some ranks skip": lambda: met(lambda: Net(lambda: nn.SyncBatchNorm(6))),
+        "its own group": lambda: met(lambda: Net(nn.SyncBatchNorm(6, process_group=object()))),
+        "its own forward": lambda: met(lambda: Net(WithForward(6))),
+        "microbatches that some ranks skip": lambda: met(lambda: Net(nn.SyncBatchNorm(6))),
     },
 )
 

@@ -105,20 +105,22 @@ def assert_same(got: Trained, expected: Trained, *, norms: bool = True) -> None:
     assert all(torch.equal(value, expected.parameters[name]) for name, value in got.parameters.items())
 
 
-@pytest.mark.parametrize("way", ["plain", "checkpointed", "reentrant", "nested"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_recomputation_elsewhere_draws_the_masks_of_the_forward(fake: str, stage: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "mesh", "stage", "k", "schedule"),
+    [
+        *(("plain", "dp_shard=2", 0, 1, "1f1b"), ("checkpointed", "dp_shard=2", 1, 1, "1f1b")),
+        *(("reentrant", "dp_shard=2", 2, 1, "1f1b"), ("nested", "dp_shard=2", 3, 1, "1f1b")),
+        *(("nested", "single", 1, 3, "1f1b"), ("checkpointed", "single", 3, 3, "1f1b")),
+        *(("checkpointed", "pp=2", 1, 3, "1f1b"), ("reentrant", "pp=2", 1, 3, "interleaved")),
+        *(("nested", "pp=3", 1, 3, "fthenb"), ("plain", "pp=2", 1, 3, "1f1b")),
+    ],
+)
+def test_a_recomputation_elsewhere_draws_the_masks_of_the_forward(
+    fake: str, way: str, mesh: str, stage: int, k: int, schedule: str
+) -> None:
     """Two data ranks with a microbatch each add like one process with two microbatches."""
-    expected = trained(fake, "plain", k=2)
-    assert_same(trained(fake, way, "single", stage, 2), expected)
-    assert_same(trained(fake, way, "dp_shard=2", stage), expected, norms=False)
-
-
-@pytest.mark.parametrize("way", ["plain", "checkpointed", "reentrant", "nested"])
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (2, "interleaved"), (3, "fthenb")])
-def test_stages_recompute_elsewhere(fake: str, pp: int, schedule: str, way: str) -> None:
-    expected = trained(fake, "plain", k=3)
-    assert_same(trained(fake, way, f"pp={pp}", k=3, schedule=schedule), expected)
+    expected = trained(fake, "plain", k=max(k, 2))
+    assert_same(trained(fake, way, mesh, stage, k, schedule=schedule), expected, norms="dp" not in mesh)
 
 
 HOOKED = partial(Net, is_hooked=True)

@@ -9,18 +9,16 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils._pytree import tree_map
 from torchmetrics import classification, regression
 
 import shardwise as sw
 from shardwise.engine.evaluation_metrics import Metric
 from shardwise.errors import BatchError, MetricError, MismatchError
-from tests.engine.given_words import Words, count_words, given, word_loss
 from tests.engine.loops import begun
 from tests.engine.loops import plan_of as short_plan_of
 from tests.engine.refusals import same_error_everywhere
-from tests.oracle.batches import NUM_WORDS
-from tests.oracle.decoder import DECODER, decoder
-from tests.oracle.program import adamw, plan_of, seeded
+from tests.oracle.program import adamw, seeded
 from tests.refusals import Refusals
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -87,7 +85,6 @@ def all_metrics() -> dict[str, Metric]:
         "accuracy": classification.MulticlassAccuracy(2, average="micro"),  # sum, of output and target
         "per class": classification.MulticlassF1Score(2, average=None),
         "auroc": (classification.BinaryAUROC(), second),  # cat
-        "confusion": classification.MulticlassConfusionMatrix(2),
         "pearson": (regression.PearsonCorrCoef(), lambda output, batch: (output[:, 0], batch[0][:, 0])),  # None
         "mean": (torchmetrics.MeanMetric(), first_score),
         "largest": (torchmetrics.MaxMetric(), lambda output, batch: {"value": output}),
@@ -129,21 +126,17 @@ SUMS_ROUND = ("pearson", "mean", "updates", "window", "spread", "right")
 
 
 def assert_equal(got: Mapping[str, Any], wanted: Mapping[str, Any], *, exactly: bool) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        one, other = _flat(got[name]), _flat(value)
-        assert one == (other if exactly or name not in SUMS_ROUND else pytest.approx(other, rel=1e-5)), name
-
-
-def _flat(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        return [each for key in sorted(value) for each in _flat(value[key])]
-    return torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
+    numbers = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
+    one, other = (tree_map(numbers, dict(each)) for each in (got, wanted))
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        rtol = 0 if exactly or name not in SUMS_ROUND else 1e-5
+        torch.testing.assert_close(one[name], value, rtol=rtol, atol=0, msg=name)
 
 
 # What Running wraps is asked before its first update where a rank has no rows, and says so.
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric SumMetric")
-@pytest.mark.parametrize("rows", [[[8]], [[5, 3], [4]], [[2], [], [7, 1]], [[0, 4], [6]]])
+@pytest.mark.parametrize("rows", [[[8]], [[2], [], [7, 1]], [[0, 4], [6]]])
 def test_every_kind_of_metric_is_that_of_one_process(rows: list[list[int]]) -> None:
     """It travels in the exchange that an evaluation makes anyway, and the objects are left as they were."""
     batches = [[scores(10 * rank + at, n) for at, n in enumerate(of_rank)] for rank, of_rank in enumerate(rows)]
@@ -167,58 +160,11 @@ def test_every_kind_of_metric_is_that_of_one_process(rows: list[list[int]]) -> N
             assert_equal(found, wanted, exactly=len(rows) == 1)
 
 
-def word_metrics() -> dict[str, Any]:
-    def words(output: torch.Tensor, batch: Words) -> Pair:
-        # Of scores that are equal but for rounding, a rank along tp may take another one for the larger.
-        return output.flatten(0, 1).float().round(decimals=4), batch["labels"].flatten()
-
-    return {
-        "f1": (classification.MulticlassF1Score(NUM_WORDS), words),
-        "auroc": (classification.MulticlassAUROC(NUM_WORDS), words),
-        "right": lambda output, batch: (output.argmax(-1) == batch["labels"]).double().mean(1),
-    }
-
-
-@pytest.mark.parametrize(
-    ("mesh", "stage", "schedule"),
-    [
-        *(("dp_shard=2", 3, "1f1b"), ("pp=2", 0, "1f1b"), ("pp=2", 3, "1f1b"), ("tp=2", 1, "1f1b")),
-        *(("dp_shard=2,pp=2", 3, "interleaved"), ("dp_shard=2,tp=2", 3, "1f1b")),
-    ],
-)
-def test_metrics_are_those_of_one_process_under_every_plan(mesh: str, stage: int, schedule: str) -> None:
-    plan = plan_of(DECODER, mesh, stage=stage, schedule=schedule)
-    num_ranks = plan.mesh.num_data_ranks
-
-    def run(channel: sw.Channel) -> Mapping[str, Any]:
-        engine: Any = DECODER.engine(plan, channel, loss=word_loss, loss_weight=count_words)
-        parts = given(0, plan.mesh.data_rank(channel.rank), num_ranks)
-        report = engine.evaluate(parts, metrics=word_metrics())
-        assert report.loss == engine.evaluate(parts).loss
-        engine.step(parts)
-        metrics: Mapping[str, Any] = report.metrics
-        return metrics
-
-    model, metrics, means = decoder(), word_metrics(), list[float]()
-    for part in (part for rank in range(num_ranks) for part in given(0, rank, num_ranks)):
-        with torch.no_grad():
-            output = model(part["words"])
-        for metric, inputs in (metrics["f1"], metrics["auroc"]):
-            metric.update(*inputs(output, part))
-        means += metrics["right"](output, part).tolist()
-    wanted = {name: metrics[name][0].compute().item() for name in ("f1", "auroc")}
-    for found in sw.simulate(plan.mesh.size, run):
-        assert found == pytest.approx({**wanted, "right": math.fsum(means) / len(means)}, rel=1e-6)
-
-
 def test_metrics_are_counted_on_the_device(fake: str) -> None:
-    def run(channel: sw.Channel) -> Mapping[str, Any]:
-        engine: Any = begun(channel, lambda: classifier().to(channel.device), BOTH, loss=pair_loss)
+    def run(channel: sw.Channel) -> Any:
+        engine = begun(channel, lambda: classifier().to(channel.device), BOTH, loss=pair_loss)
         metrics = {name: all_metrics()[name] for name in ("all", "mean", "right")}
-        found: Mapping[str, Any] = engine.evaluate(
-            [scores(channel.rank, 2 + channel.rank), scores(7, 1)], metrics=metrics
-        ).metrics
-        return found
+        return engine.evaluate([scores(channel.rank, 2 + channel.rank), scores(7, 1)], metrics=metrics).metrics
 
     for one, other in zip(sw.simulate(2, run), sw.simulate(2, run, device=fake), strict=True):
         assert_equal(one, other, exactly=False)

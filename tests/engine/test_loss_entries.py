@@ -12,67 +12,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing.accelerator import counted
-from tests.engine.given_words import Words, count_words, given, word_loss
 from tests.engine.loops import begun
 from tests.engine.loops import plan_of as short_plan_of
 from tests.oracle.batches import points, square_loss
-from tests.oracle.decoder import DECODER, decoder
-from tests.oracle.program import adamw, plan_of
+from tests.oracle.program import adamw
 from tests.refusals import Refusals
-
-
-def entries(output: torch.Tensor, batch: Words) -> dict[str, Any]:
-    """A loss, and a tensor with a graph, one without, one of no stage, and a number."""
-    return {
-        "loss": word_loss(output, batch),
-        "square": output.square().mean().reshape(1),
-        "right": (output.argmax(-1) == batch["labels"]).float().mean().detach(),
-        "first": batch["labels"][0, 0],
-        "length": batch["labels"].shape[1],
-    }
-
-
-@pytest.mark.parametrize(
-    ("mesh", "stage", "schedule"),
-    [
-        *(("single", 1, "1f1b"), ("dp_shard=2", 0, "1f1b"), ("dp_shard=2", 3, "1f1b"), ("pp=2", 3, "1f1b")),
-        *(("tp=2", 2, "1f1b"), ("dp_shard=2,pp=2", 1, "interleaved"), ("dp_shard=2,tp=2", 3, "1f1b")),
-    ],
-)
-def test_every_entry_is_the_weighted_mean_over_all_microbatches_of_all_ranks(
-    mesh: str, stage: int, schedule: str
-) -> None:
-    """And changes nothing else: what is trained, reported of the loss, and sent."""
-    plan = plan_of(DECODER, mesh, stage=stage, schedule=schedule)
-    num_ranks = plan.mesh.num_data_ranks
-
-    def run(channel: sw.Channel, loss: Callable[..., Any]) -> Any:
-        watched = sw.Recorded(channel)
-        engine = DECODER.engine(plan, watched, loss=loss, loss_weight=count_words)
-        parts = given(0, plan.mesh.data_rank(channel.rank), num_ranks)
-        report, held_out = engine.step(parts), engine.evaluate(parts)
-        calls = [(call.operation, call.purpose) for call in watched.calls]
-        return report, held_out, {name: each.clone() for name, each in sw.full(engine)}, calls
-
-    parts = [part for rank in range(num_ranks) for part in given(0, rank, num_ranks)]
-    with torch.no_grad():
-        model = decoder()
-        found = [entries(model(part["words"]), part) for part in parts]
-    weights = [count_words(part) for part in parts]
-    wanted = {
-        name: math.fsum(weight * float(each[name]) for weight, each in zip(weights, found, strict=True)) / sum(weights)
-        for name in found[0]
-    }
-    both = [sw.simulate(plan.mesh.size, partial(run, loss=loss)) for loss in (entries, word_loss)]
-    for (report, held_out, state, calls), (plain, plain_held_out, plain_state, plain_calls) in zip(*both, strict=True):
-        assert report.losses == pytest.approx(wanted, rel=1e-12)
-        assert report.losses["loss"] == report.loss == plain.loss
-        assert plain.losses == {"loss": plain.loss}
-        assert (held_out.loss, held_out.losses.keys()) == (plain_held_out.loss, wanted.keys())
-        assert held_out.losses["first"] == wanted["first"]
-        assert all(torch.equal(state[name], value) for name, value in plain_state.items())
-        assert len(calls) == len(plain_calls)
-        assert report == both[0][0][0]
 
 
 class GivesBoth(nn.Module):
@@ -110,6 +54,18 @@ def linear_loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict
 def linear_engine(channel: sw.Channel, loss: Callable[..., Any], **settings: Any) -> Any:
     plan = short_plan_of(f"dp_shard={channel.size}", clip_grad_norm=1.0)
     return begun(channel, lambda: nn.Linear(4, 1).to(channel.device), plan, optimizer=adamw, loss=loss, **settings)
+
+
+def test_entries_travel_in_the_calls_that_the_loss_needs_anyway() -> None:
+    def calls(channel: sw.Channel, loss: Callable[..., Any]) -> list[str]:
+        watched = sw.Recorded(channel)
+        engine = linear_engine(watched, loss)
+        engine.step(points(channel.rank, 3))
+        engine.evaluate(points(channel.rank, 3))
+        return [call.operation for call in watched.calls]
+
+    plain, dicts = (sw.simulate(2, partial(calls, loss=loss)) for loss in (square_loss, linear_loss))
+    assert dicts == plain
 
 
 def test_entries_of_a_microbatch_without_weight_do_not_count() -> None:

@@ -16,7 +16,6 @@ from tests.covering import covering
 from tests.engine.channels import SharesMemory
 from tests.engine.matrix_optimizers import (
     GROUPS,
-    OPTIMIZERS,
     Plain,
     Seen,
     apart,
@@ -30,21 +29,22 @@ from tests.engine.matrix_optimizers import (
 )
 
 MESHES = ["tp=2", "dp_shard=2,tp=2", "pp=2,tp=2", "dp_replicate=2,tp=3", "dp_replicate=2,dp_shard=2", "dp_shard=3"]
+TURNS = ("inner", None, "outer", None)
+AVERAGED = {"average": sw.Average(decay=0.5)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cast": {"compute": "bfloat16"},
     "merged": {"k": 2, "clip_grad_norm": 0.3, "sharding": {"owners": "dp_shard"}},
-    "whole": {"sharding": {"partition": "whole"}, "average": sw.Average(decay=0.5)},
+    "whole": {"sharding": {"partition": "whole"}, **AVERAGED},
 }
 CASES: list[Any] = [
     ("tp=2", 0, "cast", "shared"),
-    ("tp=2", 2, "plain", "sent"),
     ("dp_shard=2,tp=2", 1, "whole", "shared"),
     ("dp_shard=2,tp=2", 3, "cast", "sent"),
     ("pp=2,tp=2", 2, "merged", "shared"),
-    ("dp_replicate=2,tp=3", 1, "plain", "shared"),
-    ("dp_replicate=2,tp=3", 3, "merged", "sent"),
-    ("dp_replicate=2,dp_shard=2", 3, "whole", "shared"),
+    ("dp_replicate=2,tp=3", 2, "plain", "sent"),
+    ("dp_replicate=2,dp_shard=2", 3, "merged", "sent"),
+    ("dp_shard=3", 1, "plain", "sent"),
 ]
 """Every value once or twice; all pairs are for `make stress`. Last, how parts travel."""
 PAIRS = covering(MESHES, [0, 1, 2, 3], list(SETTINGS), ["shared", "sent"], strength=2)
@@ -60,16 +60,15 @@ def given(channel: sw.Channel, way: str) -> sw.Channel:
     return SharesMemory(channel) if way == "shared" else channel
 
 
-def train(plans: list[sw.Plan], *, way: str = "sent", device: str = "cpu", **more: Any) -> list[Seen]:
+def train(plans: list[sw.Plan], *, way: str = "sent", device: str = "cpu", spoiled: int = -1, only: Any = ()) -> Any:
     """A step under each of the plans, one after the other."""
-    spoiled, only, make = more.get("spoiled", -1), more.get("only", {}), more.get("make", muon_and_adamw)
 
     def run(channel: sw.Channel) -> Seen:
-        engine = engine_of(given(channel, way), plans[0], make, groups=GROUPS if only else None)
+        engine = engine_of(given(channel, way), plans[0], muon_and_adamw, groups=GROUPS if only else None)
         found = []
         for step, plan in enumerate(plans):
             engine = engine if plan is engine.plan else sw.relayout(engine, plan)
-            found.append(stepped(engine, step, spoiled=step == spoiled, only=only.get(step)))
+            found.append(stepped(engine, step, spoiled=step == spoiled, only=only[step] if only else None))
         return found
 
     return sw.simulate(plans[0].mesh.size, run, device=device)
@@ -87,45 +86,38 @@ def test_matrices_are_updated_as_in_one_process(mesh: str, stage: int, setting: 
     assert_is_plain(train([plan] * 2, way=way), Plain(muon_and_adamw))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_round_for_each_matrix")
 @pytest.mark.parametrize(
-    ("mesh", "stage", "way"), [("dp_shard=2,tp=2", 1, "shared"), ("pp=2,tp=2", 3, "sent"), ("tp=3", 2, "shared")]
-)
-def test_a_part_of_the_matrices_is_trained_while_all_are_averaged(mesh: str, stage: int, way: str) -> None:
-    """What is left out keeps its values and its momentum; averages go on, as the masters of all ranks are."""
-    plan = layout(mesh, stage, average=sw.Average(decay=0.5))
-    assert_is_plain(train([plan] * 4, only={0: "inner", 2: "outer"}, way=way), Plain(muon_and_adamw))
-
-
-@pytest.mark.usefixtures("a_round_for_each_matrix")
-@pytest.mark.parametrize(
-    ("mesh", "sharding"),
+    ("meshes", "settings", "more"),
     [
-        ("dp_shard=2,tp=2", {"stage": 1, "offload": "state"}),
-        ("pp=2,tp=2", {"stage": 3}),
-        ("dp_replicate=2,dp_shard=2", {"stage": 3, "owners": "dp_shard"}),
+        (["dp_shard=2,tp=2"] * 3, {}, {"spoiled": 1}),
+        (["dp_shard=2,tp=2", "dp_shard=4", "tp=4", "pp=2,tp=2"], {}, {}),
+        (["dp_shard=2,tp=2"] * 4, AVERAGED, {"only": TURNS, "way": "shared"}),
+        (["pp=2,tp=2"] * 4, {"stage": 3, **AVERAGED}, {"only": TURNS}),
     ],
+    ids=["a skipped update", "relayouts", "a part, in shared memory", "a part, on stages"],
 )
-def test_devices_update_one_round_while_another_travels(fake: str, mesh: str, sharding: dict[str, Any]) -> None:
-    settings = dict(sharding)
-    plan = layout(mesh, settings.pop("stage"), sharding=settings, compute="bfloat16")
+def test_skipped_updates_relayouts_and_updates_of_a_part_are_those_of_the_plain_optimizer(
+    meshes: list[str], settings: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """What is left out keeps its values and its momentum; averages go on, as the masters of all ranks are."""
+    plans = {mesh: layout(mesh, **settings) for mesh in meshes}
+    assert_is_plain(
+        train([plans[mesh] for mesh in meshes], **more), Plain(muon_and_adamw), spoiled=more.get("spoiled", -1)
+    )
+
+
+@pytest.mark.usefixtures("a_round_for_each_matrix")
+@pytest.mark.parametrize(
+    ("mesh", "stage", "sharding"),
+    [("dp_shard=2,tp=2", 1, {"offload": "state"}), ("dp_replicate=2,dp_shard=2", 3, {"owners": "dp_shard"})],
+)
+def test_devices_update_one_round_while_another_travels(fake: str, mesh: str, stage: int, sharding: Any) -> None:
+    plan = layout(mesh, stage, sharding=sharding, compute="bfloat16")
     with behind(0):
         ranks = train([plan] * 2, device=fake)
     assert_is_plain(ranks, Plain(muon_and_adamw), near=is_of_adamw if "offload" in sharding else lambda name: False)
-
-
-@pytest.mark.parametrize(
-    ("meshes", "more"),
-    [
-        (["dp_shard=2,tp=2"] * 3, {"spoiled": 1}),
-        (["dp_shard=2,tp=2", "dp_shard=4", "tp=4", "pp=2,tp=2"], {}),
-        (["dp_shard=2,tp=2"] * 2, {"make": OPTIMIZERS["auxiliary muon"]}),
-    ],
-    ids=["a skipped update", "relayouts", "groups of both kinds"],
-)
-def test_other_updates_are_those_of_the_plain_optimizer(meshes: list[str], more: dict[str, Any]) -> None:
-    plans = [layout(mesh) for mesh in meshes] if len(set(meshes)) > 1 else [layout(meshes[0])] * len(meshes)
-    assert_is_plain(train(plans, **more), Plain(more.get("make", muon_and_adamw)), spoiled=more.get("spoiled", -1))
 
 
 def test_rounds_take_turns_with_shared_memory() -> None:
@@ -138,8 +130,8 @@ def test_rounds_take_turns_with_shared_memory() -> None:
         rounds.append(sum(call.purpose == "matrices of a round" for call in recorded.calls))
         return found
 
-    assert sw.simulate(2, deep)[0].keys()
     for mine, other in zip(sw.simulate(2, run), sw.simulate(2, deep), strict=True):
+        assert mine.keys() == other.keys() > set()
         assert all(torch.equal(each, other[name]) for name, each in mine.items())
     assert rounds[0] == rounds[1] >= 2 * 6
 
@@ -160,10 +152,7 @@ def counted(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("mesh", "stage", "copies"),
-    [
-        *[("dp_shard=2,tp=2", 0, 2), ("dp_shard=2,tp=2", 1, 1), ("dp_shard=2,tp=2", 2, 1)],
-        *[("dp_replicate=2,dp_shard=2", 3, 1), ("dp_shard=4", 1, 1), ("pp=2,dp_shard=2", 1, 1)],
-    ],
+    [("dp_shard=2,tp=2", 0, 2), ("dp_shard=2,tp=2", 2, 1), ("dp_replicate=2,dp_shard=2", 3, 1)],
 )
 def test_each_matrix_is_updated_once_in_the_world(mesh: str, stage: int, copies: int) -> None:
     """Of the matrices with a gradient; at stage 0 each data rank updates what it has."""
@@ -216,24 +205,24 @@ def test_matrices_are_frozen_and_chosen_as_others_are() -> None:
 
 
 @pytest.mark.usefixtures("a_round_for_each_matrix")
-@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"])
-def test_bytes_are_those_that_the_formulas_say(mesh: str) -> None:
+def test_bytes_are_those_that_the_formulas_say() -> None:
     """What optimizers have, and what an update sends on the recorded channel; nothing where memory is shared."""
 
     def run(channel: sw.Channel, way: str) -> tuple[int, int]:
         recorded = sw.Recorded(given(channel, way))
-        engine = engine_of(recorded, layout(mesh, sharding={"owners": "dp_shard"}), muon_and_adamw)
+        engine = engine_of(recorded, layout("dp_shard=2,tp=2"), muon_and_adamw)
         had = [each.numel() for optimizer in engine.optimizers for each in optimizer.param_groups[0]["params"]]
         assert sum(had) == engine.footprint().owned_elements
         assert engine.footprint().updating_bytes > 0
         recorded.clear()
         stepped(engine, 0)
-        sent = {each.purpose.split(",")[0].split()[0]: 0 for each in recorded.calls}
+        sent = dict.fromkeys(("matrices", "gradients", "parameters"), 0)
         for each in recorded.calls:
-            sent[each.purpose.split(",")[0].split()[0]] += each.bytes_sent
+            what = each.purpose.replace(",", " ").split()[0]
+            sent[what] = sent.get(what, 0) + each.bytes_sent
         planned = engine.traffic()
-        others = sent.get("gradients", 0) + sent.get("parameters", 0)
-        return sent.get("matrices", 0), planned.reduce_bytes + planned.gather_bytes - others
+        others = sent["gradients"] + sent["parameters"]
+        return sent["matrices"], planned.reduce_bytes + planned.gather_bytes - others
 
     ranks = sw.simulate(4, lambda channel: run(channel, "sent"))
     assert sum(sent for sent, _ in ranks) > 0

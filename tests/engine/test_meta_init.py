@@ -1,7 +1,7 @@
 """First values for models built without any: the same whoever asks for which of them, and what the modules would do."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,28 +16,55 @@ import shardwise as sw
 from benchmarks.silence import Silence
 from shardwise.comm import alone
 from shardwise.engine.meta_init import Initialisation, forget_initialised
-from tests.engine.initialised import Build, assert_equal, built, initialise, initialised, one_by_one, tensors
 from tests.engine.loops import begun, mean_square
 from tests.engine.memory import peak_bytes
+from tests.engine.pipeline.transformers_models import DECODER as decoder_sizes  # noqa: N811
 from tests.engine.refusals import same_error_everywhere
 from tests.oracle.batches import word_loss
-from tests.oracle.comparison import assert_close
 from tests.oracle.decoder import DECODER, Decoder
-from tests.oracle.places import train, whole_state
+from tests.oracle.places import whole_state
 from tests.oracle.program import adamw, plan_of
 from tests.refusals import Refusals
 
+Build = Callable[[], nn.Module]
+
+
+def built(build: Build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Give a model that was built on the meta device the values of `Initialisation`, in place."""
+    initialisation = Initialisation(model, seed)
+    for name, values in initialisation.values(initialisation.names):
+        initialisation.put(name, values)
+
+
+def initialised(build: Build, seed: int = 0) -> dict[str, torch.Tensor]:
+    model = built(build)
+    initialise(model, seed)
+    return tensors(model)
+
+
+def one_by_one(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """All values, each asked for alone, the last ones first."""
+    initialisation = Initialisation(model, seed)
+    return dict(pair for name in reversed(initialisation.names) for pair in initialisation.values([name]))
+
+
+def assert_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert got.keys() <= expected.keys()
+    for name, values in got.items():
+        assert values.dtype == expected[name].dtype, name
+        assert torch.equal(values, expected[name]), name
+
+
 SEED = 7
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 67,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def plain() -> nn.Module:
@@ -57,31 +84,25 @@ def plain() -> nn.Module:
     )
 
 
-def of_transformers(kind: str, dtype: torch.dtype = torch.float32, head: str = "ForCausalLM", **sizes: Any) -> Build:
+def of_transformers(kind: str, **sizes: Any) -> Build:
     def build() -> nn.Module:
         import transformers as tf  # seconds, which to collect tests does not take
 
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            model: nn.Module = getattr(tf, kind + head)(getattr(tf, f"{kind}Config")(**sizes))
-            return model
-        finally:
-            torch.set_default_dtype(before)
+        of: Any = tf.AutoModelForCausalLM
+        model: nn.Module = of.from_config(tf.AutoConfig.for_model(kind, **sizes))
+        return model
 
     return build
 
 
-LLAMA = of_transformers("Llama", **SIZES, tie_word_embeddings=True)
-GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 8, "n_head": 4, "vocab_size": 67, "n_positions": 16}
-GPT2 = of_transformers("GPT2", head="LMHeadModel", **GPT2_SIZES, bos_token_id=1, eos_token_id=2)
+SIZES: dict[str, Any] = {**decoder_sizes, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = of_transformers("llama", **SIZES, tie_word_embeddings=True)
 MODELS: dict[str, Build] = {
     "plain": plain,
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "llama in bfloat16": of_transformers("Llama", torch.bfloat16, **SIZES),
-    "mixtral": of_transformers("Mixtral", **SIZES, num_key_value_heads=2, num_local_experts=4),
-    "mamba": of_transformers("Mamba", head="Model", hidden_size=32, num_hidden_layers=2, vocab_size=67),
+    "gpt2": of_transformers("gpt2", n_embd=32, n_layer=8, n_head=4, vocab_size=67, n_positions=16),
+    "llama in bfloat16": lambda: LLAMA().bfloat16(),
+    "mixtral": of_transformers("mixtral", **SIZES, num_local_experts=4),
+    "mamba": of_transformers("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=67),
 }
 
 
@@ -165,46 +186,26 @@ def test_of_tied_parameters_the_first_place_decides(by_storage: bool) -> None:
     assert torch.equal(model.head.weight, own["words.weight"])
 
 
-class Marked(nn.Parameter):
-    """A parameter with a class of its own."""
-
-
-def test_parameters_keep_their_class_their_attributes_and_whether_they_train() -> None:
-    def build() -> nn.Module:
-        model = nn.Linear(3, 3, dtype=torch.float16)
-        model.weight = Marked(model.weight.data, requires_grad=False)
-        vars(model.weight)["colour"] = "red"
-        return model
-
-    model: Any = built(build)
+def test_a_recurrent_model_that_was_initialised_computes() -> None:
+    model = built(partial(nn.LSTM, 5, 6, 2))  # lists its parameters a second time
     initialise(model, 0)
-    assert isinstance(model.weight, Marked)
-    assert vars(model.weight)["colour"] == "red"
-    assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
-    assert model.weight.dtype == torch.float16
-
-
-def test_a_model_that_was_initialised_computes() -> None:
-    recurrent = built(partial(nn.LSTM, 5, 6, 2))  # lists its parameters a second time
-    initialise(recurrent, 0)
-    assert recurrent(torch.ones(2, 3, 5))[0].isfinite().all()
-    model, words, whole = built(LLAMA), torch.arange(6).view(1, 6), LLAMA()
-    initialise(model, 0)
-    whole.load_state_dict(model.state_dict())
-    assert torch.equal(model(words).logits, whole(words).logits)  # inv_freq is not in the state dict
+    assert model(torch.ones(2, 3, 5))[0].isfinite().all()
 
 
 # Initialisers that reach beyond their module, go by what they find, or leave gaps -----------------------------------
 
 
 class Own(nn.Module):
-    """Two parameters and an initialiser, f(module)."""
+    """Two parameters, or other parts, and an initialiser, f(module)."""
 
-    def __init__(self, fill: Callable[[Any], object]) -> None:
+    def __init__(self, fill: Callable[[Any], object], **parts: Any) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(6, 6)), nn.Parameter(torch.empty(6))
         self.fill, self.done = fill, False
-        self.pairs = [(self.weight, self.bias)]
+        for name, part in parts.items():
+            setattr(self, name, part)
+        if not parts:
+            self.weight, self.bias = nn.Parameter(torch.empty(6, 6)), nn.Parameter(torch.empty(6))
+            self.pairs = [(self.weight, self.bias)]
 
     def reset_parameters(self) -> None:
         self.fill(self)
@@ -249,46 +250,27 @@ def aside(module: Any) -> None:
         nn.init.ones_(each)
 
 
-@pytest.mark.parametrize("fill", [deciding, generated, replacing, suspicious])
-def test_initialisers_may_go_by_what_they_find(fill: Callable[[Any], object]) -> None:
-    expected = initialised(lambda: Own(fill))
-    assert_equal(one_by_one(built(lambda: Own(fill))), expected)
-    weight, bias = expected["weight"], expected["bias"]
-    assert weight.isfinite().all()
-    drawn = torch.empty(6, 6).normal_(generator=torch.Generator().manual_seed(3))
-    sums: dict[Any, torch.Tensor] = {deciding: torch.full((6,), weight.sum().item()), generated: torch.arange(6.0)}
-    assert torch.equal(bias, sums.get(fill, torch.zeros(6)))
-    assert fill is not deciding or weight.abs().max() <= 1.5
-    assert fill is not generated or torch.equal(weight, drawn)
-    assert fill is not suspicious or torch.equal(weight[3:], torch.full((3, 6), 2.0))
-
-
-class Scaled(nn.Module):
+def scaling(module: Any) -> None:
     """Initialises what is in it once more: one tensor from its own former values, one from another module's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if name == "a.weight":
-                parameter.data.mul_(0.5)
-        self.b.weight.data.copy_(self.a.weight.t() + torch.ones(4))
-        nn.init.trunc_normal_(self.c.weight)
-        self.d.weight.data.copy_(self.c.weight)
-        nn.init.zeros_(self.c.bias)
+    module.a.weight.data.mul_(0.5)
+    module.b.weight.data.copy_(module.a.weight.t() + torch.ones(4))
+    nn.init.trunc_normal_(module.c.weight)
+    module.d.weight.data.copy_(module.c.weight)
+    nn.init.zeros_(module.c.bias)
 
 
-class Around(nn.Module):
+def scaled() -> nn.Module:
+    return Own(scaling, **{name: nn.Linear(4, 4) for name in "abcd"})
+
+
+def taking(module: Any) -> None:
     """Takes a tensor of a module in it, after that one's own initialiser."""
+    module.e.weight.data.copy_(module.scaled.a.weight)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scaled, self.e = Scaled(), nn.Linear(4, 4)
 
-    def reset_parameters(self) -> None:
-        self.e.weight.data.copy_(self.scaled.a.weight)
+def from_scale(module: Any) -> None:
+    """From what has values, and is overwritten by nobody."""
+    module.weight.data.copy_(module.scale * 10)
 
 
 class Applied(nn.Module):
@@ -305,32 +287,61 @@ class Applied(nn.Module):
             module.bias.data.div_(module.bias.abs().max().item())
 
 
-def test_a_module_may_initialise_what_is_in_it_after_the_module_itself() -> None:
-    expected = initialised(Scaled)
-    assert_equal(one_by_one(built(Scaled)), expected)
-    before = initialised(lambda: nn.ModuleDict({"a": nn.Linear(4, 4)}))
-    assert torch.equal(expected["a.weight"], 0.5 * before["a.weight"])
-    assert torch.equal(expected["a.bias"], before["a.bias"])
-    assert torch.equal(expected["b.weight"], expected["a.weight"].t() + 1)
-    assert torch.equal(expected["d.weight"], expected["c.weight"])
-    assert expected["c.weight"].abs().max() <= 2
-    assert expected["c.weight"].std() > 0.5  # of a linear layer it would be 0.29
+def drawn(name: str, size: int) -> dict[str, torch.Tensor]:
+    """What a linear layer of this name gives itself."""
+    return initialised(lambda: nn.ModuleDict({name: nn.Linear(size, size)}))
 
-    def applied() -> nn.Module:
-        return Applied(3.0, Applied(5.0))
 
-    values = initialised(applied)
-    assert_equal(one_by_one(built(applied)), values)
-    assert torch.equal(values["linear.weight"], torch.full((8, 8), 3.0))
-    assert torch.equal(values["inner.linear.weight"], torch.full((8, 8), 5.0))
-    drawn = initialised(lambda: nn.ModuleDict({"linear": nn.Linear(8, 8), "words": nn.Embedding(9, 8)}))
-    assert torch.equal(values["words.weight"], drawn["words.weight"])
-    assert torch.equal(values["linear.bias"], drawn["linear.bias"] / drawn["linear.bias"].abs().max())
-    assert torch.equal(values["norm.weight"], torch.ones(8))
+KNOWN: dict[str, tuple[Build, Callable[[Any], dict[str, torch.Tensor]]]] = {
+    "goes by what it drew": (
+        lambda: Own(deciding),
+        lambda got: {"weight": got["weight"].clamp(-1.5, 1.5), "bias": got["weight"].sum().expand(6)},
+    ),
+    "draws from elsewhere": (
+        lambda: Own(generated),
+        lambda _: {
+            "weight": torch.empty(6, 6).normal_(generator=torch.Generator().manual_seed(3)),
+            "bias": torch.arange(6.0),
+        },
+    ),
+    "makes new parameters": (lambda: Own(replacing), lambda _: {"bias": torch.zeros(6)}),
+    "leaves out what it has done": (
+        lambda: Own(suspicious),
+        lambda got: {"weight": got["weight"].clone().index_fill(0, torch.arange(3, 6), 2.0), "bias": torch.zeros(6)},
+    ),
+    "initialises what is in it": (
+        scaled,
+        lambda got: {
+            "a.weight": 0.5 * drawn("a", 4)["a.weight"],
+            "a.bias": drawn("a", 4)["a.bias"],
+            "b.weight": got["a.weight"].t() + 1,
+            "c.weight": got["c.weight"].clamp(-2, 2),
+            "d.weight": got["c.weight"],
+        },
+    ),
+    "has an initialiser of all in it": (
+        lambda: Applied(3.0, Applied(5.0)),
+        lambda _: {
+            "linear.weight": torch.full((8, 8), 3.0),
+            "linear.bias": drawn("linear", 8)["linear.bias"] / drawn("linear", 8)["linear.bias"].abs().max(),
+            "inner.linear.weight": torch.full((8, 8), 5.0),
+            "norm.weight": torch.ones(8),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_initialisers_may_go_by_what_they_find_and_reach_into_other_modules(name: str) -> None:
+    build, known = KNOWN[name]
+    expected = initialised(build)
+    assert_equal(one_by_one(built(build)), expected)
+    assert_equal(known(expected), expected)
+    assert expected.get("c.weight", torch.ones(1)).abs().max() > 0.5  # more than a linear layer gives itself
 
 
 def test_what_has_values_keeps_them() -> None:
-    around: Any = built(Around)
+    around: Any = built(lambda: Own(taking, scaled=scaled(), e=nn.Linear(4, 4)))
     around.scaled.a = nn.Linear(4, 4)
     weight = around.scaled.a.weight
     values = weight.detach().clone()
@@ -342,20 +353,11 @@ def test_what_has_values_keeps_them() -> None:
     assert torch.equal(around.scaled.b.weight, 0.5 * values.t() + 1)  # computed in the call that halves it
 
 
-class FromScale(nn.Module):
-    """`weight` is computed from `scale`, which has values, and is overwritten by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.weight = nn.Parameter(torch.full((3,), 2.0, device="cpu")), nn.Parameter(torch.empty(3))
-
-    def reset_parameters(self) -> None:
-        self.weight.data.copy_(self.scale * 10)
-
-
 def test_values_are_computed_from_what_the_model_had_before_it_was_cut() -> None:
     """No other memory is taken for that of a parameter that has moved."""
-    model: Any = built(lambda: nn.ModuleDict({"a": FromScale(), "b": nn.Linear(3, 3)}))
+    with torch.device("meta"):
+        scale, weight = nn.Parameter(torch.full((3,), 2.0, device="cpu")), nn.Parameter(torch.empty(3))
+        model: Any = nn.ModuleDict({"a": Own(from_scale, scale=scale, weight=weight), "b": nn.Linear(3, 3)})
     expected = initialised(lambda: nn.ModuleDict({"b": nn.Linear(3, 3)}))
     initialisation = Initialisation(model, 0)
     model.a.scale.data = torch.zeros(1)  # as where a rank keeps its portion
@@ -365,20 +367,12 @@ def test_values_are_computed_from_what_the_model_had_before_it_was_cut() -> None
     assert_equal(values, expected)
 
 
-class Legacy(nn.Module):
-    """Has parameters that were made by a constructor which the meta device does not reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.other = nn.Parameter(torch.FloatTensor(3, 3)), nn.Linear(2, 2)
-        self.register_buffer("table", torch.arange(3, device="cpu"))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-
 def test_values_that_would_be_overwritten_can_be_taken_away() -> None:
-    model = built(Legacy)
+    """As of parameters that were made by a constructor which the meta device does not reach."""
+    with torch.device("meta"):
+        legacy = nn.Parameter(torch.FloatTensor(3, 3))
+        model = Own(lambda module: nn.init.ones_(module.weight), weight=legacy, other=nn.Linear(2, 2))
+        model.register_buffer("table", torch.arange(3, device="cpu"))
     assert Initialisation(model, 0).names == ("other.weight", "other.bias")
     forget_initialised(model)
     assert Initialisation(model, 0).names == ("weight", "other.weight", "other.bias")
@@ -387,14 +381,12 @@ def test_values_that_would_be_overwritten_can_be_taken_away() -> None:
     assert torch.equal(tensors(model)["table"], torch.arange(3))
 
 
-class Gaps(nn.Module):
+def gaps() -> nn.Module:
     """What nobody initialises, of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
-        self.register_buffer("mask", torch.tril(torch.ones(4, 4)), persistent=False)
-        self.part = Own(lambda module: (module.weight.data[1:].zero_(), module.bias.data.zero_()))
+    part = Own(lambda module: (module.weight.data[1:].zero_(), module.bias.data.zero_()))
+    model = Own(lambda _: None, linear=nn.Linear(2, 2), scale=nn.Parameter(torch.ones(3)), part=part)
+    model.register_buffer("mask", torch.tril(torch.ones(4, 4)), persistent=False)
+    return model
 
 
 def with_attribute(name: str, value: Callable[[nn.Linear], object]) -> Build:
@@ -421,7 +413,7 @@ def begun_on_ranks(mesh: str) -> None:
 
 
 UNFIT: dict[str, Build] = {
-    "gaps": Gaps,
+    "gaps": gaps,
     "an initialiser that goes another way": lambda: Own(aside),
     "an initialiser that raises": lambda: nn.Sequential(Own(raising)),
     "a plain attribute": with_attribute("table", lambda model: torch.ones(2)),
@@ -451,18 +443,16 @@ def hollow() -> nn.Module:
     return built(lambda: Decoder(0.1).double())
 
 
-HOLLOW = replace(DECODER, make=hollow, draws=True)
-LLAMA_PLAN: Any = {"tensor": sw.Tensor(rules="auto")}
+LLAMA_PLAN = replace(plan_of(DECODER, "pp=2,dp_shard=2,tp=2", stage=3), tensor=sw.Tensor(rules="auto"))
 LAYOUTS: list[tuple[Build, sw.Plan]] = [
-    *((hollow, plan_of(DECODER, mesh, stage=1)) for mesh in ("single", "tp=2", "tp=3", "pp=2", "pp=2,tp=2")),
-    *((hollow, plan_of(DECODER, "dp_shard=2", stage=stage)) for stage in (0, 2, 3)),
+    (hollow, plan_of(DECODER, "single")),
+    (hollow, plan_of(DECODER, "tp=3")),
+    *((hollow, plan_of(DECODER, "dp_shard=2", stage=stage)) for stage in (0, 2)),
     (hollow, plan_of(DECODER, "dp_shard=3", stage=1, partition="whole")),
     (hollow, plan_of(DECODER, "pp=2", schedule="interleaved")),
     (hollow, plan_of(DECODER, "dp_replicate=2,tp=2", stage=3, partition="whole")),
-    (hollow, plan_of(DECODER, "pp=2,dp_shard=2,tp=2", stage=3)),
-    *((partial(built, LLAMA), replace(plan_of(DECODER, mesh, stage=3), pipeline=sw.Pipeline(), **settings))
-      for mesh, settings in (("dp_shard=2", {}), ("tp=2", LLAMA_PLAN), ("pp=2,dp_shard=2,tp=2", LLAMA_PLAN))),
-]  # fmt: skip
+    (partial(built, LLAMA), replace(LLAMA_PLAN, pipeline=sw.Pipeline())),
+]
 
 
 @pytest.mark.parametrize(("make", "plan"), LAYOUTS)
@@ -485,18 +475,6 @@ def test_every_layout_starts_with_the_same_bits(make: Build, plan: sw.Plan) -> N
         assert_equal(held, dict(model.named_buffers()))
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp_shard=2", "pp=2,tp=2", pytest.param("pp=2,dp_shard=2,tp=2", marks=pytest.mark.stress)]
-)
-def test_training_from_there_is_that_of_one_process(mesh: str) -> None:
-    """Dropout included; float64, so that only the order of sums is left."""
-    plan = plan_of(DECODER, mesh, stage=3 if "dp" in mesh else 1, k=2, clip=0.2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        wanted = train(HOLLOW, plan_of(DECODER, "single", k=2 * plan.mesh.num_data_ranks, clip=0.2))
-        assert_close(train(HOLLOW, plan), wanted, noise=DECODER.noise)
-
-
 WIDTH, LAYERS = 384, 8
 """Two layers are more than the mebibyte that small values are computed in together."""
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -504,9 +482,7 @@ SMALL_BYTES = 30_000
 """States of generators, 5 KB each; seeds; vectors on which optimizers are tried."""
 
 
-@pytest.mark.parametrize(
-    ("mesh", "stage"), [("tp=2", 1), ("pp=2", 1), ("dp_shard=2", 3), ("pp=2,tp=2", 1), ("pp=2,dp_shard=2,tp=2", 3)]
-)
+@pytest.mark.parametrize(("mesh", "stage"), [("dp_shard=2", 3), ("pp=2,tp=2", 1)])
 def test_a_rank_has_memory_for_its_share_and_one_layer_at_a_time(mesh: str, stage: int) -> None:
     """What a layer draws is there twice for a moment: as it was drawn, and cast or cut."""
     plan = sw.Plan(

@@ -7,8 +7,9 @@ run behind the host in most cases, so that a wait that is missing shows.
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.testing.accelerator import LAST, behind
 from tests.covering import covering
-from tests.engine.loops import mean_square
+from tests.engine.loops import begun, mean_square
+from tests.engine.loops import plan_of as short_plan_of
 from tests.engine.tower import on_ranks
 from tests.oracle.batches import Batch, share_of, word_batch, word_loss
 from tests.oracle.decoder import DECODER, decoder
-from tests.oracle.program import plan_of
+from tests.oracle.program import plan_of, seeded
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 Offload = Any
@@ -68,27 +70,17 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Optimizers] = {"adamw": adamw, "groups": groups, "several": several, "momentum": momentum}
-
-
 PRECISIONS = {
     "float32": sw.Precision(),
     "bfloat16": sw.Precision(compute="bfloat16", keep=("*norm*",)),
     "sent narrow": sw.Precision(compute="bfloat16", reduce="bfloat16", accumulate="bfloat16"),
     "scaled": sw.Precision(compute="float16", loss_scale="dynamic"),
 }
-
-
 MERGES = {"one": (1, None, True), "several": (3, 0.2, True), "sums": (2, 0.2, False)}
 
 
-@dataclass
-class Run:
-    """What a training shows on one rank."""
-
-    reports: list[str]
-    gradients: dict[str, torch.Tensor]
-    whole: dict[str, torch.Tensor]
-    held_out: float
+Run = tuple[list[str], dict[str, torch.Tensor]]
+"""Reports of a rank; its gradients and all values at the end."""
 
 
 def loss_of(output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -135,60 +127,30 @@ def seen(engine: sw.Engine, reports: list[str]) -> Run:
             assert {each.device.type == "cpu" for each in group["params"]} <= {on_host}
         for master, state in optimizer.state.items():
             assert all(each.device == master.device for each in state.values() if torch.is_tensor(each) and each.dim())
-    return Run(
-        reports,
-        {str(piece): each.cpu().clone() for piece, each in engine.gradients().items()},
-        {name: each.clone() for name, each in sw.full(engine, optimizer=True)},
-        engine.evaluate(batches(engine.plan, engine.channel.rank)[0]).loss,
-    )
+    tensors = {f"gradient {piece}": each.cpu().clone() for piece, each in engine.gradients().items()}
+    tensors |= {name: each.clone() for name, each in sw.full(engine, optimizer=True)}
+    held_out = engine.evaluate(batches(engine.plan, engine.channel.rank)[0]).loss
+    return [*reports, str(held_out)], tensors
 
 
 def assert_same(found: list[Run], wanted: list[Run]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.reports, one.held_out) == (other.reports, other.held_out)
-        for mine, theirs in ((one.gradients, other.gradients), (one.whole, other.whole)):
-            assert mine.keys() == theirs.keys()
-            assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    for (said, mine), (other_said, others) in zip(found, wanted, strict=True):
+        assert said == other_said
+        assert mine.keys() == others.keys()
+        assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
 
 
 def offloading(plan: sw.Plan, offload: Offload) -> sw.Plan:
     return replace(plan, sharding=replace(plan.sharding, offload=offload))
 
 
-ALL = covering(list(LAYOUTS), list(OPTIMIZERS), list(PRECISIONS), list(MERGES), strength=2)
+# What a run does: f(engine, folder) -> the engine at the end, and what it said ------------------------------------
 
 
-FEW = [
-    (list(LAYOUTS)[at % len(LAYOUTS)], *case)
-    for at, case in enumerate(covering(list(OPTIMIZERS), list(PRECISIONS), list(MERGES), strength=2))
-]
-"""Every layout, and every pair of the others."""
-
-
-@pytest.mark.parametrize(
-    ("layout", "optimizer", "precision", "merging", "seed"),
-    [
-        pytest.param(*case, (None, 0, LAST)[at % 3], marks=() if at < len(FEW) else pytest.mark.stress)
-        for at, case in enumerate([*FEW, *(case for case in ALL if case not in FEW)])
-    ],
-)
-def test_the_run_without_has_the_same_bits(
-    fake: str, layout: str, optimizer: str, precision: str, merging: str, seed: int | None
-) -> None:
-    mesh, stage, settings, offload = LAYOUTS[layout]
-    k, clip, average = MERGES[merging]
-    plan = planned(mesh, stage=stage, clip=clip, precision=PRECISIONS[precision], **settings)
-    merge, tensor = sw.Merge(microbatches=k, average=average), replace(plan.tensor, prove=False)
-    plan = replace(plan, merge=merge, tensor=tensor)
-
-    def run(channel: sw.Channel, asked: Offload) -> Run:
-        engine = engine_of(channel, offloading(plan, asked), OPTIMIZERS[optimizer])
-        return seen(engine, train(engine, range(4)))
-
-    wanted = on_ranks(plan, partial(run, asked=None), device=fake)
-    assert any("True" in each for each in wanted[0].reports)
-    with nullcontext() if seed is None else behind(seed):
-        assert_same(on_ranks(plan, partial(run, asked=offload), device=fake), wanted)
+def steps(engine: sw.Engine, _: Path) -> tuple[sw.Engine, list[str]]:
+    reports = train(engine, range(4))
+    assert any("True" in each for each in reports)  # skipped
+    return engine, reports
 
 
 def saved(engine: sw.Engine, folder: Path) -> tuple[sw.Engine, list[str]]:
@@ -198,8 +160,7 @@ def saved(engine: sw.Engine, folder: Path) -> tuple[sw.Engine, list[str]]:
         saver.save(engine)
         reports += train(engine, range(2, 4))
     sw.load(folder, engine)
-    again = train(engine, range(2, 4))
-    assert again == reports[2:]
+    assert train(engine, range(2, 4)) == reports[2:]
     return engine, [*reports, *sorted(sw.checkpoint.open(folder).tensors)]
 
 
@@ -242,48 +203,74 @@ def in_groups(engine: sw.Engine, _: Path) -> tuple[sw.Engine, list[str]]:
     return engine, [str(engine.step(rows, only=only).loss) for only in ("last", None, "last", None)]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (2, "state"), (3, "parameters")])
-@pytest.mark.parametrize("scenario", [saved, laid_out, written, averaged, in_groups])
-def test_what_a_run_does_beside_steps_has_the_same_bits(
-    scenario: Any, stage: int, offload: Offload, precision: str, fake: str, tmp_path: Path
+CASES: list[tuple[Any, ...]] = [
+    (steps, "alone", "adamw", "sent narrow", "several", None),
+    (averaged, "alone from the host", "momentum", "bfloat16", "one", LAST),
+    (steps, "stage 0", "groups", "scaled", "sums", 0),
+    (saved, "stage 1", "several", "float32", "several", LAST),
+    (laid_out, "stage 2", "adamw", "bfloat16", "several", LAST),
+    (steps, "stage 2", "momentum", "sent narrow", "sums", LAST),
+    (written, "stage 2", "momentum", "bfloat16", "one", LAST),
+    (averaged, "stage 3", "adamw", "float32", "sums", LAST),
+    (saved, "stage 3 from the host", "adamw", "bfloat16", "several", LAST),
+    (laid_out, "stage 3 from the host", "momentum", "float32", "one", 0),
+    (written, "stage 3 from the host", "momentum", "float32", "several", LAST),
+    (in_groups, "stage 3 from the host", "adamw", "bfloat16", "one", LAST),
+    (in_groups, "replicas", "momentum", "float32", "several", 0),
+    (steps, "tp", "groups", "bfloat16", "one", None),
+    (steps, "pp and tp", "several", "float32", "several", 0),
+    (steps, "pp", "adamw", "scaled", "several", LAST),
+]
+"""Every scenario, layout, optimizer, precision and way to merge more than once; the pairs are for `make stress`."""
+ALL = [
+    *covering([steps], list(LAYOUTS), list(OPTIMIZERS), list(PRECISIONS), list(MERGES), (None, 0, LAST), strength=2),
+    *product(
+        (saved, laid_out, written, averaged, in_groups),
+        *(("stage 1", "stage 2", "stage 3 from the host"), ("momentum",), ("float32", "bfloat16"), ("one",), (LAST,)),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "layout", "optimizer", "precision", "merging", "seed"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.stress) for each in ALL if each not in CASES)],
+)
+def test_the_run_without_has_the_same_bits(
+    scenario: Any, layout: str, optimizer: str, precision: str, merging: str, seed: Any, fake: str, tmp_path: Path
 ) -> None:
-    plan = planned("dp_shard=2", stage=stage, k=2, precision=PRECISIONS[precision])
+    mesh, stage, settings, offload = LAYOUTS[layout]
+    k, clip, average = MERGES[merging]
+    plan = planned(mesh, stage=stage, clip=clip, precision=PRECISIONS[precision], **settings)
+    merge, tensor = sw.Merge(microbatches=k, average=average), replace(plan.tensor, prove=False)
+    plan = replace(plan, merge=merge, tensor=tensor)
 
     def run(channel: sw.Channel, asked: Offload) -> Run:
-        optimizer = momentum if scenario in (written, in_groups) else adamw
-        engine = engine_of(channel, offloading(plan, asked), optimizer)
+        engine = engine_of(channel, offloading(plan, asked), OPTIMIZERS[optimizer])
         return seen(*scenario(engine, tmp_path / str(asked)))
 
-    wanted = sw.simulate(2, partial(run, asked=None), device=fake)
-    with behind(LAST):
-        assert_same(sw.simulate(2, partial(run, asked=offload), device=fake), wanted)
+    wanted = on_ranks(plan, partial(run, asked=None), device=fake)
+    with nullcontext() if seed is None else behind(seed):
+        assert_same(on_ranks(plan, partial(run, asked=offload), device=fake), wanted)
     if scenario is saved:
         one, other = (sw.checkpoint.open(tmp_path / str(asked)) for asked in (offload, None))
         assert [name for name in one.tensors if not torch.equal(one.read(name), other.read(name))] == []
 
 
-@pytest.mark.parametrize("seed", [0, LAST])
-@pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (3, "parameters")])
-def test_a_world_of_one_moves_ahead_as_well(fake: str, stage: int, offload: Offload, seed: int) -> None:
+OF_STAGES = pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (3, "parameters")])
+
+
+@OF_STAGES
+def test_a_world_of_one_moves_ahead_as_well(fake: str, stage: int, offload: Offload) -> None:
     """Its channel moves nothing while it computes: what goes up and down does."""
-
-    def run(asked: Offload) -> tuple[Run, int]:
-        plan = planned("dp_shard=1", stage=stage, k=2, precision=PRECISIONS["bfloat16"], offload=asked)
-        with torch.accelerator.device_index(0):
-            engine = engine_of(alone(torch.device(fake, 0)), plan)
-            return seen(engine, train(engine, range(4))), engine.counters.early_reductions
-
-    wanted, num_early = run(None)
-    assert num_early == 0
-    with behind(seed):
-        found, num_early = run(offload)
-    assert_same([found], [wanted])
+    plan = planned("dp_shard=1", stage=stage, k=2, precision=PRECISIONS["bfloat16"], offload=offload)
+    with behind(LAST), torch.accelerator.device_index(0):
+        engine = engine_of(alone(torch.device(fake, 0)), plan)
+        train(engine, range(4))
     # At stage 1 a parameter that is never used holds up its bucket, and those after it.
-    assert (num_early > 0) == (stage == 3)
+    assert (engine.counters.early_reductions > 0) == (stage == 3)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (3, "parameters")])
+@OF_STAGES
 def test_on_the_cpu_it_changes_nothing(stage: int, offload: Offload) -> None:
     def run(channel: sw.Channel, asked: Offload) -> tuple[list[str], Any]:
         engine = engine_of(channel, offloading(planned("dp_shard=2", stage=stage, k=2), asked))
@@ -292,18 +279,16 @@ def test_on_the_cpu_it_changes_nothing(stage: int, offload: Offload) -> None:
     assert sw.simulate(2, partial(run, asked=offload)) == sw.simulate(2, partial(run, asked=None))
 
 
-@pytest.mark.parametrize("settings", [{"capturable": True}, {"fused": True}, {"tensor": True, "capturable": True}])
+@pytest.mark.parametrize("settings", [{"fused": True}, {"capturable": True}])
 def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: dict[str, Any]) -> None:
-    """It has trained there before, with its steps and its learning rate on the device."""
-    given = {name: value for name, value in settings.items() if name != "tensor"}
+    """It has trained there before, with its steps there; and its learning rate, if it is capturable."""
 
     def run(channel: sw.Channel, offload: Offload) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(channel.device)
-        rate = torch.tensor(1e-2, device=channel.device) if "tensor" in settings else 1e-2
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, **given)
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))().to(channel.device)
+        rate: Any = torch.tensor(1e-2, device=channel.device) if "capturable" in settings else 1e-2
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, **settings)
         rows = torch.ones(4, 6, device=channel.device)
-        model(rows).square().mean().backward()
+        mean_square(model(rows)).backward()
         optimizer.step()
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(bucket_bytes=200, offload=offload))
         engine = sw.parallelize(model, plan, optimizer=optimizer, loss=mean_square, channel=channel)
@@ -312,30 +297,15 @@ def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: di
             engine.step({"input": rows})
             schedule.step()
         (group,) = optimizer.param_groups
-        assert {name: group[name] for name in given} == given
+        assert {name: group[name] for name in settings} == settings
         assert not torch.is_tensor(rate) or (group["lr"] is rate and float(rate) == pytest.approx(2.5e-3))
         return {name: each.clone() for name, each in sw.full(engine, optimizer=True)}
 
     wanted, found = (sw.simulate(2, partial(run, offload=offload), device=fake)[0] for offload in (None, "state"))
-    for name, each in wanted.items():
-        assert torch.allclose(found[name], each, rtol=1e-5, atol=1e-7), name  # other kernels
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)  # other kernels
 
 
 # Bytes ----------------------------------------------------------------------------------------------------------
-
-
-def wide_engine(
-    channel: sw.Channel, stage: int, offload: Offload, k: int = 1, precision: sw.Precision | None = None
-) -> sw.Engine:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(each for _ in range(12) for each in (nn.Linear(72, 72, bias=False), nn.Tanh())))
-    plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=channel.size),
-        sharding=sw.Sharding(stage=stage, bucket_bytes=4 * 72 * 72, offload=offload),
-        merge=sw.Merge(microbatches=k),
-        precision=precision or sw.Precision(compute="bfloat16"),
-    )
-    return sw.parallelize(model, plan, optimizer=adamw, loss=mean_square, channel=channel)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +320,11 @@ def test_bytes_on_the_device_and_on_the_host_are_those_of_the_formula(
     def run(channel: sw.Channel) -> None:
         gc.collect()  # of earlier tests
         before = torch.accelerator.memory_allocated(channel.device)
-        engine = wide_engine(channel, number, offload, k, sw.Precision(compute=compute, reduce=reduce))
+        layers = (each for _ in range(12) for each in (nn.Linear(72, 72, bias=False), nn.Tanh()))
+        precision = sw.Precision(compute=compute, reduce=reduce)
+        sharding = {"bucket_bytes": 4 * 72 * 72, "offload": offload}
+        plan = short_plan_of(f"dp_shard={ranks}", number, k, sharding=sharding, precision=precision)
+        engine: Any = begun(channel, lambda: nn.Sequential(*layers), plan, optimizer=adamw)
         batch = {"input": torch.ones(4 * k, 72, device=channel.device)}
         before += batch["input"].nbytes
         for _ in range(3):

@@ -1,48 +1,20 @@
 """Transfers that go on alone overlap with computation: by the order of calls, and by counters."""
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
-from tests.engine.late_channels import Late, Log, Logged, LoggedBlock
-from tests.engine.loops import mean_square, sgd
-from tests.oracle.program import seeded
-
-WIDTH = 8
-
-
-def engine_of(
-    log: Log,
-    stage: Any,
-    inner: Sequence[int],
-    *,
-    k: int = 1,
-    channel: sw.Channel | None = None,
-    loss: Any = mean_square,
-) -> sw.Engine:
-    """An engine over blocks with these inner widths. A block of 8 fills a bucket."""
-    blocks = seeded(lambda: nn.Sequential(*(LoggedBlock(log, str(at), WIDTH, width) for at, width in enumerate(inner))))
-    plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=2),
-        sharding=sw.Sharding(stage=stage, bucket_bytes=600),
-        merge=sw.Merge(microbatches=k),
-    )
-    return sw.parallelize(blocks(), plan, optimizer=sgd, loss=loss, channel=channel or Logged(log))
+from tests.engine.late_channels import WIDTH, Late, Log, engine_of, third_step
+from tests.engine.loops import mean_square
 
 
 def in_short(stage: int, num_blocks: int, *, k: int = 1) -> list[str]:
-    """What the third step did, a word or two each: 'F 1', 'gather 1', 'reduce 1', 'wait 1' of unit or bucket 1."""
+    """What a step did, a word or two each: 'F 1', 'gather 1', 'reduce 1', 'wait 1' of unit or bucket 1."""
     log, words = Log(), []
-    engine = engine_of(log, stage, [8] * num_blocks, k=k)
-    for _ in range(3):
-        log.events.clear()
-        engine.step({"input": torch.ones(2 * k, WIDTH)})
-    for each in log.events:
+    for each in third_step(log, engine_of(log, None, stage, [8] * num_blocks, k=k), k):
         found = re.search(r"unit '(\d)'", each.what) or re.search(r"bucket (\d)", each.what)
         if each.kind == "compute":
             words.append(each.what)
@@ -79,8 +51,7 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes() -> None:
     assert begun(in_short(3, 4)) == forward + backward
 
 
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize(("num_units", "k"), [(1, 1), (2, 3), (3, 1), (5, 3)])
+@pytest.mark.parametrize(("num_units", "k", "reads"), [(1, 1, True), (2, 3, False), (3, 1, False), (5, 3, True)])
 def test_gatherings_are_those_of_the_formula(num_units: int, k: int, reads: bool) -> None:
     """`reads`: the loss reads a parameter."""
 
@@ -89,19 +60,16 @@ def test_gatherings_are_those_of_the_formula(num_units: int, k: int, reads: bool
         return mean_square(output @ weight.t() if reads else output)
 
     log = Log()
-    engine = engine_of(log, 3, [8] * num_units, k=k, loss=loss)
-    for _ in range(4):
-        log.events.clear()
-        engine.step({"input": torch.ones(2 * k, WIDTH)})
-    sent = sum(each.num_bytes for each in log.events if each.kind == "issue" and each.what.startswith("parameters"))
+    engine = engine_of(log, None, 3, [8] * num_units, k=k, loss=loss)
+    events = third_step(log, engine, k)
+    sent = sum(each.num_bytes for each in events if each.kind == "issue" and each.what.startswith("parameters"))
     assert sent == engine.traffic().gather_bytes
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("stage", "k"), [(1, 1), (2, 2), (3, 2)])
 def test_transfers_that_are_late_change_no_bit(stage: int, k: int) -> None:
     def run(channel: sw.Channel) -> tuple[list[tuple[float, float]], int]:
-        engine = engine_of(Log(), stage, [8, 24], k=k, channel=channel)
+        engine = engine_of(Log(), channel, stage, [8, 24], k=k)
         generator = torch.Generator().manual_seed(channel.rank)
         batches = [{"input": torch.randn(2 * k, WIDTH, generator=generator)} for _ in range(2)]
         reports = [engine.step(batch) for batch in batches]
