@@ -3,8 +3,6 @@
 in_this_process    the command, called                     what it says and computes
 simulated          its ranks, as threads                   what ranks compute
 started, done      processes forked from one interpreter   launchers, ranks, signals, exit codes
-torchrun           interpreters of their own               the start itself
-done_anew
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from shardwise.cli import main
-from tests.forks.programs import kill_all, members_of_session, started
+from tests.forks.programs import members_of_session, started
 
 
 def in_this_process(*arguments: str) -> Result:
@@ -68,26 +66,6 @@ def on_a_terminal(*arguments: str, output_too: bool) -> tuple[int, str, str]:
         os.close(ours)
         out, _ = command.communicate(timeout=60)
         return command.wait(timeout=0), out, shown.decode()
-
-
-def done_anew(*command: str) -> "subprocess.CompletedProcess[str]":
-    """An interpreter with these arguments, from its start to its end."""
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=90)
-        assert not members_of_session(process.pid), "processes were left running"
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
-    finally:
-        kill_all(process.pid)
-        process.communicate(timeout=60)
-
-
-def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """`shardwise` on two ranks that torchrun starts."""
-    options = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    return done_anew("-m", "torch.distributed.run", *options, "-m", "shardwise.cli", *arguments)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ import pytest
 
 from shardwise import checkpoint
 from shardwise.comm.connections import host_identity
-from tests.cli.processes import done, losses, metrics, simulated, torchrun
-from tests.cli.small_net import back_at, words, written
+from tests.cli.processes import done, losses, metrics, simulated
+from tests.cli.small_net import words, written
 from tests.forks.programs import members_of_session, started
 from tests.keepers.kept import Kept
 from tests.train.runs import without_times
@@ -163,20 +163,6 @@ def test_ctrl_c_to_the_first_process_alone_stops_all_ranks(config: Path) -> None
         assert (process.returncode, err) == (130, f"stopped by Ctrl-C; {kept}\n")
         assert not members_of_session(process.pid)
     assert checkpoint.verify(out / "checkpoints").good
-
-
-@STRESS
-def test_torchrun_starts_ranks_that_join_go_on_and_stop_at_a_signal_that_it_passes_on(
-    config: Path, uninterrupted: Path
-) -> None:
-    saves = back_at(2, uninterrupted, config)
-    fault = "model.config={fault='SIGTERM', rank='0', at=5}"
-    result = torchrun(*words(config, "--resume", str(saves), "--set", fault))
-    assert result.stdout.count("mesh dp_shard=2") == 1, result.stderr
-    assert result.stdout.count(f"goes on from step 2, saved in {saves}") == 1
-    assert "stopped by SIGTERM after step 5 of 8, which is saved in" in result.stderr
-    assert checkpoint.open(saves).step == 5
-    assert without_times(metrics(config.parent / "out")) == without_times(metrics(uninterrupted))[:5]
 
 
 @STRESS

@@ -124,6 +124,7 @@ def assert_same_files(ours: Path, theirs: Path) -> None:
     torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MODELS, "a module", "experts"))
 def test_files_are_those_of_the_plain_trainer_and_a_run_goes_on_from_it_and_back(name: str, tmp_path: Path) -> None:
     model, settings = MODELS[name]

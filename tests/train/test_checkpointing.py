@@ -150,6 +150,7 @@ def test_a_run_goes_on_after_its_groups_were_changed(
     assert resumed.curve("loss")[4:] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_says_so_and_evaluates_and_can_be_made_longer_without_new_patience(tmp_path: Path) -> None:
     words = ["train.learning_rate=1e30", "train.warmup_steps=0", "train.evaluate_every=60", "checkpoint.every=8"]
     first = finished(small_run(tmp_path, *words, "train.steps=16"))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,6 +62,7 @@ def test_without_a_table_the_end_goes_on_with_a_held_out_text_within_the_length_
     assert found["text"] == plainly(tmp_path, 2, found["prompt"], num_tokens=8, do_sample=True, temperature=0.7)
 
 
+@pytest.mark.slow
 def test_a_model_without_generate_goes_on_by_its_logits_also_in_a_run_that_goes_on(tmp_path: Path) -> None:
     words = [*PROMPTS, "checkpoint.every=2", "checkpoint.keep=9", "mesh.pp=2"]
     done = finished(laid_out(tmp_path, *words))

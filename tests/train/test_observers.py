@@ -183,6 +183,7 @@ def test_times_and_counts_are_short() -> None:
     assert [size(n) for n in (0, 999, 1000, 12_345_678)] == ["0 B", "999 B", "1.0 kB", "12.3 MB"]
 
 
+@pytest.mark.slow
 def test_the_picture_shows_a_run_even_of_one_update_and_with_nan_and_its_end_is_said(tmp_path: Path) -> None:
     for name, losses in (("one", [3.0]), ("many", [3.0, float("nan"), 2.0, 1.5])):
         curve = LossCurve(tmp_path / f"{name}.png", title=name, baseline=2.5, unit="byte")

@@ -23,6 +23,7 @@ def texts_of(svg: Path) -> list[str]:
     return re.findall(r">([^<>]+)</text>", svg.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_row_per_rank_the_number_of_every_microbatch_and_stages_apart(tmp_path: Path) -> None:
     save_picture(simulated("1f1b", 3, 1, 4), tmp_path / "a.svg", title="three stages")
     texts = texts_of(tmp_path / "a.svg")

@@ -51,6 +51,7 @@ def test_data_ranks_compute_the_same_and_round_the_sum(stage: int, bf16: bool) -
     assert compared(report, MEANS)[0] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "make_model"),
     [
@@ -196,6 +197,7 @@ def test_ranks_on_devices_are_compared_as_those_of_the_host(on_fake: None) -> No
     assert verified(plan(stage=3, dp_shard=2), make_model=tied).verdict == "rounding"
 
 
+@pytest.mark.slow
 def test_rows_groups_and_schedules_of_a_configuration_hold(tmp_path: Path) -> None:
     groups = "train.groups=[{parameters=['*norm*'], frozen=true}, {parameters=['lm_head'], learning_rate=0.1}]"
     schedule = ["train.schedule=polynomial", "train.decay=null", "train.warmup_steps=1"]
