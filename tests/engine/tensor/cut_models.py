@@ -11,7 +11,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
-from shardwise.plan.tensor_plan import TensorPlan
+from shardwise.engine.tensor.rule_inference import TensorDecision
+from tests.oracle.batches import Batch
 from tests.oracle.program import seeded
 
 MakeModel = Callable[[], nn.Module]
@@ -30,13 +31,15 @@ class Computed:
     loss: float
     gradients: dict[str, torch.Tensor]
     """What plain descent took away."""
-    plan: TensorPlan
+    decision: TensorDecision
     """What the rules came to."""
     calls: list[RecordedCall]
     """Of a rank in its step."""
 
 
-def compute(make_model: MakeModel, run: Run, num_ranks: int = 1, rules: AnyRules | None = None) -> Computed:
+def compute(
+    make_model: MakeModel, run: Run, num_ranks: int = 1, rules: AnyRules | None = None, *, sample: Batch | None = None
+) -> Computed:
     """One step in float64, whose rules are taken at their word; all ranks have the same numbers."""
 
     def on_rank(channel: sw.Channel) -> Computed:
@@ -49,12 +52,14 @@ def compute(make_model: MakeModel, run: Run, num_ranks: int = 1, rules: AnyRules
             optimizer=descent,
             loss=lambda batch: run(model).sum(),
             channel=recorded,
+            seed=0,
+            sample=sample,
         )
         num_calls = len(recorded.calls)
         loss = engine.step({"row": torch.ones(1)}).loss
         calls, after = recorded.calls[num_calls:], dict(sw.full(engine))
         gradients = {name: value - after[name] for name, value in before.items()}
-        return Computed(loss, gradients, engine.tensor_decision.plan, calls)
+        return Computed(loss, gradients, engine.tensor_decision, calls)
 
     first, *others = sw.simulate(num_ranks, on_rank)
     for other in others:
@@ -64,13 +69,21 @@ def compute(make_model: MakeModel, run: Run, num_ranks: int = 1, rules: AnyRules
 
 
 def assert_cut_is_right(
-    make_model: MakeModel, rules: AnyRules, run: Run, num_ranks: int = 2, *, relative: float = 1e-12, floor: float = 1.0
+    make_model: MakeModel,
+    rules: AnyRules,
+    run: Run,
+    num_ranks: int = 2,
+    *,
+    relative: float = 1e-12,
+    floor: float = 1.0,
+    sample: Batch | None = None,
 ) -> Computed:
     """The cut model has the loss and the gradients of the whole one, to `relative` of the largest element.
 
-    Sums are taken in another order. floor: what the largest element counts as at least: terms of order 1 may cancel.
+    Sums are taken in another order. sample: what rules are inferred from, if no model carries them. floor: what the
+    largest element counts as at least: terms of order 1 may cancel.
     """
-    got, whole = compute(make_model, run, num_ranks, rules), compute(make_model, run)
+    got, whole = compute(make_model, run, num_ranks, rules, sample=sample), compute(make_model, run)
     assert got.loss == pytest.approx(whole.loss, rel=relative, abs=relative * floor)
     assert got.gradients.keys() == whole.gradients.keys()
     for name, wanted in whole.gradients.items():

@@ -1,9 +1,8 @@
 """`rules="auto"` for models that carry no plan: what is inferred is right, and what is left whole has a reason."""
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.engine.tensor.rule_inference import sample_for
 from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.formed import formed, linear, one_after_another
-from tests.oracle.program import seeded
+from tests.engine.tensor.cut_models import AnyRules, Run, assert_cut_is_right
+from tests.oracle.batches import Batch
 from tests.refusals import Refusals
 
 WIDTH, INNER, HEADS = 16, 24, 4
@@ -130,53 +130,41 @@ SHOWN = formed(
 )
 
 
-def loss_of(output: object, batch: object) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """Depends on all elements of what the model gives first."""
-    first: Any = output if isinstance(output, torch.Tensor) else output[0]  # type: ignore[index]
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype).view(first.shape)
-    return (first * weights).square().mean()  # type: ignore[no-any-return]
+    return (first * weights).square().mean()
 
 
-Found = tuple[dict[str, torch.Tensor], dict[str, str], dict[str, str]]
-"""Losses and parameters after two updates, inferred rules, and what is left whole."""
+def on_words(model: nn.Module) -> torch.Tensor:
+    return loss_of(model(WORDS))
 
 
-def trained(make: Block, num_ranks: int, *, rules: Any = "auto", loss: Any = loss_of, batch: Any = None) -> Found:
-    torch.manual_seed(0)
-    built = make().double()
-    with torch.no_grad():
-        for each in built.parameters():
-            each.add_(torch.randn_like(each) * 0.1)
-    given = {"words": WORDS} if batch is None else batch(built)
-
-    def run(channel: sw.Channel) -> Found:
-        engine = sw.parallelize(
-            deepcopy(built),
-            sw.Plan(mesh=sw.Mesh(tp=num_ranks), tensor=sw.Tensor(rules=rules if num_ranks > 1 else None)),
-            optimizer=sgd,
-            loss=loss,
-            channel=channel,
-            sample=given if batch is None else None,
-        )
-        losses = [engine.step(given).loss for _ in range(2)]
-        values = {name: value.clone() for name, value in sw.full(engine)}
-        values["losses"] = torch.tensor(losses, dtype=torch.float64)
-        return values, dict(engine.tensor_decision.inferred), dict(engine.tensor_decision.left)
-
-    first, *others = sw.simulate(num_ranks, run)
-    assert all(other[1:] == first[1:] for other in others)
-    return first
+SAMPLE = {"row": torch.ones(1)}
 
 
 def rules_of(
-    make: Block, num_ranks: int = 2, *, near: float = 1e-9, **how: Any
+    make: Block,
+    num_ranks: int = 2,
+    *,
+    rules: AnyRules = "auto",
+    run: Run = on_words,
+    near: float = 1e-9,
+    sample: Batch | None = SAMPLE,
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The rules, and what is left whole, of a model that trains like one process."""
-    values, rules, left = trained(make, num_ranks, **how)
-    expected, _, _ = trained(make, 1, **how)
-    for name, value in expected.items():
-        assert torch.allclose(values[name], value, rtol=near, atol=near), name
-    return rules, left
+    """The rules, and what is left whole, of a model that has the loss and the gradients of the uncut one."""
+
+    def moved() -> nn.Module:
+        """No value is a zero that hides something."""
+        model = make().double()
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(torch.randn_like(each) * 0.1)
+        return model
+
+    decision = assert_cut_is_right(moved, rules, run, num_ranks, relative=near, sample=sample).decision
+    return dict(decision.inferred), dict(decision.left)
 
 
 CUT: dict[str, tuple[Block, dict[str, str]]] = {
@@ -324,28 +312,19 @@ def test_a_verification_compares_what_is_inferred_with_one_process() -> None:
         sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
         [{"words": WORDS}],
         optimizer=sgd,
-        loss=loss_of,
+        loss=lambda output, _: loss_of(output),
     )
     assert report.verdict in ("equal", "rounding")
     assert report.steps[0].tallies
 
 
-def inferred(make: Block, sample: Mapping[str, Any] | None = None) -> None:
-    plan = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto"))
-
-    def run(channel: sw.Channel) -> None:
-        sw.parallelize(seeded(make)(), plan, optimizer=sgd, loss=loss_of, channel=channel, sample=sample)
-
-    sw.simulate(2, run)
-
-
 REFUSED = Refusals(
     "engine.inferred_rules",
     {
-        "own rules that break them": lambda: trained(around(PLAIN), 2, rules={"*": "auto", "block.up": "replicate"}),
-        "no sample": lambda: inferred(around(PLAIN)),
-        "nothing to cut": lambda: inferred(
-            lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), {"input": torch.ones(2, 4)}
+        "own rules that break them": lambda: rules_of(around(PLAIN), rules={"*": "auto", "block.up": "replicate"}),
+        "no sample": lambda: rules_of(around(PLAIN), sample=None),
+        "nothing to cut": lambda: rules_of(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), run=lambda model: model(torch.ones(2, 4).double())
         ),
     },
 )
@@ -411,8 +390,8 @@ def test_an_inferred_plan_of_a_model_of_transformers_gives_what_one_process_give
     # The models compute in float32 here and there (norms, softmax, rotations), whatever they are given.
     rules, _ = rules_of(
         partial(tiny, kind),
+        run=lambda model: next(iter(model(**cast("Any", sample_for(model))).values())).double().square().mean(),
         near=2e-6,
-        loss=lambda output, _: next(iter(output.values())).double().square().mean(),
-        batch=sample_for,
+        sample=None,
     )
     assert rules[module] == rule

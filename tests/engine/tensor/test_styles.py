@@ -53,7 +53,7 @@ def test_a_tied_embedding_is_cut_once_for_both(padding_idx: int | None) -> None:
 def test_the_orientation_of_a_weight_is_found_out(make: Any, sizes: Any, dim: int) -> None:
     up, down = (partial(make, *each) for each in sizes)
     got = assert_cut_is_right(lambda: Tokens(linear_block(up, down)), EXACT["column and row"], run)
-    assert got.plan.cuts["block.up.weight"].dim == dim
+    assert got.decision.plan.cuts["block.up.weight"].dim == dim
 
 
 def test_one_reduction_serves_all_columns_that_read_one_value() -> None:
@@ -107,7 +107,7 @@ INSIDE = {name.replace("block", "block.block"): rule for name, rule in {**ATTENT
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_heads_are_cut_in_whole_groups_and_norms_of_heads_are_summed(num_ranks: int) -> None:
-    plan = assert_cut_is_right(lambda: Tokens(formed(heads, **PARTS)()), ATTENTION, run, num_ranks).plan
+    plan = assert_cut_is_right(lambda: Tokens(formed(heads, **PARTS)()), ATTENTION, run, num_ranks).decision.plan
     if num_ranks == 2:  # three groups of two heads of four outputs: two groups and one
         assert plan.cuts["block.q.weight"].ranges == (((0, 16),), ((16, 24),))
         assert plan.cuts["block.k.weight"].ranges == (((0, 8),), ((8, 12),))

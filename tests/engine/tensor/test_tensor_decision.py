@@ -174,7 +174,7 @@ def run(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(("names", "num_ranks"), [(("up", "down"), 2), (("up",), 3), (("down",), 2)])
 def test_the_rule_of_a_map_cuts_its_adapter_too(names: tuple[str, ...], num_ranks: int) -> None:
-    cuts = assert_cut_is_right(lambda: adapted(*names), BY_HAND, run, num_ranks).plan.cuts
+    cuts = assert_cut_is_right(lambda: adapted(*names), BY_HAND, run, num_ranks).decision.plan.cuts
     assert ("up.lora_B.default.weight" in cuts) == ("up" in names)
     assert ("down.lora_A.default.weight" in cuts) == ("down" in names)
     assert "down.lora_B.default.weight" not in cuts
@@ -194,7 +194,7 @@ def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut() -> None:
         one=lambda: adapted("up", is_mixed=True),
         two=TWO,
     )
-    plan = assert_cut_is_right(make, "auto", run).plan
+    plan = assert_cut_is_right(make, "auto", run).decision.plan
     assert "one.up" in plan.left
     assert plan.cuts.keys() == {"one.down.weight", "two.up.weight", "two.up.bias", "two.down.weight"}
 
