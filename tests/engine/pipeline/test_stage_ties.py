@@ -15,6 +15,7 @@ from tests.oracle.batches import Batch, parts_of
 from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.places import data_share
 from tests.oracle.program import Program, adamw, plan_of, seeded
+from tests.oracle.programs import PROGRAMS
 from tests.refusals import Refusals
 
 WIDTH = 5
@@ -155,6 +156,11 @@ def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
 def test_a_gradient_on_one_rank_alone_reaches_the_owner(only: tuple[str, ...]) -> None:
     program = Program(make=partial(four, only=only), batches=PROGRAM.batches, stages=STAGES, loss=square)
     assert_trains_like_one_process(program, plan_of(program, "pp=4"))
+
+
+@pytest.mark.parametrize("name", ["tied head", "borrowed tie"])
+def test_a_gradient_that_went_down_with_the_only_microbatch_counts_once(name: str) -> None:
+    assert_trains_like_one_process(PROGRAMS[name], plan_of(PROGRAMS[name], "pp=4"))
 
 
 def test_reductions_that_start_within_backward_wait_for_the_other_stages() -> None:

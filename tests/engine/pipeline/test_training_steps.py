@@ -13,7 +13,10 @@ import shardwise as sw
 from shardwise.engine.pipeline.training_steps import Turn
 from tests.covering import covering
 from tests.engine.formed import several
+from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.pipeline_programs import Block
+from tests.oracle.program import plan_of
+from tests.oracle.programs import PROGRAMS
 
 CPU = torch.device("cpu")
 
@@ -68,6 +71,10 @@ def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
     never_begun.abandon()
     assert ended == ["outer"]
     assert threading.active_count() == before
+
+
+def test_a_stage_whose_result_is_dropped_answers_the_stage_before() -> None:
+    assert_trains_like_one_process(PROGRAMS["ignored"], plan_of(PROGRAMS["ignored"], "pp=3", k=2))
 
 
 class Broken(Block):
