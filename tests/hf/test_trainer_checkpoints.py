@@ -212,6 +212,7 @@ def four_steps() -> Any:
 
 KILLS: dict[str, tuple[Any, str]] = {
     "before the model": (LlamaForCausalLM, "save_pretrained"),
+    "before the optimizer": (torch.optim.Optimizer, "state_dict"),
     "before the scheduler": (torch, "save"),
     "before the state": (TrainerState, "save_to_json"),
     "before the name": (os, "fsync"),
@@ -220,7 +221,7 @@ KILLS: dict[str, tuple[Any, str]] = {
 """Functions of other libraries that a save calls."""
 
 
-@pytest.mark.parametrize("at", some(KILLS, "before the scheduler", "before the state", "before old folders go"))
+@pytest.mark.parametrize("at", some(KILLS, "before the optimizer", "before the state", "before old folders go"))
 def test_a_killed_save_is_no_checkpoint(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = alone(tmp_path, max_steps=4, save_total_limit=1)
 
