@@ -1,6 +1,5 @@
 """Damage of every kind is found, and named: flipped bits, files that are missing, cut, grown or swapped."""
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tests.checkpoint.faulty import FailingAt
 from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.small_states import (
     Whole,
-    contents,
     empty_state,
     loaded,
     same,
@@ -218,16 +216,3 @@ def test_a_store_that_fails_at_any_operation_of_a_load_is_an_error_on_all_ranks(
         assert n > (3 if victim else 10)
         assert not error
         assert all(same(target, whole_state(2)) for target in targets)
-
-
-def test_copies_of_a_save_elsewhere_are_the_save(path: Path, tmp_path: Path) -> None:
-    """Nothing in it names its place: the folder of one save loads by itself, under any name."""
-    before = contents(path)
-    shutil.copytree(path / "save-00000001", tmp_path / "elsewhere")
-    assert same(loaded(tmp_path / "elsewhere")[0], whole_state(1))
-    assert same(loaded(path / "save-00000001")[0], whole_state(1))
-    assert same(loaded(path / "save-00000002")[0], whole_state(2))
-    assert checkpoint.verify(tmp_path / "elsewhere").good
-    with pytest.raises(CheckpointError, match="is the folder of one save, and a save never changes"):
-        checkpoint.save(tmp_path / "elsewhere", whole_state(3))
-    assert contents(path) == before

@@ -1,7 +1,6 @@
 """Windows: neighbours are one target, files are read straight where that is less, certificates read once more."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from tests.checkpoint.faulty import Counting, Hooked, Operation
 from tests.checkpoint.memory_peaks import peak_of
 from tests.checkpoint.stored_values import save_dcp
 
-ZERO3 = Path(__file__).parent / "deepspeed" / "folders" / "z3-bf16-3"
-
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_tensor_of_many_columns_is_split_and_comes_back(tmp_path: Path, width: int) -> None:
@@ -31,30 +28,6 @@ def test_a_tensor_of_many_columns_is_split_and_comes_back(tmp_path: Path, width:
     assert not report.certificate.lossy
     got = tensors_of(tmp_path / "b")
     assert all(torch.equal(got[f"m_{at}"], part) for at, part in enumerate(w.split(width, 1)))
-
-
-REWRITES = [None, "embed.weight^T -> embed.weight; shift -> shift, dtype='float64'; frozen.weight -> cold.weight"]
-
-
-@pytest.mark.parametrize("rewrite", REWRITES)
-def test_what_is_read_by_ranges_is_what_is_read_by_blocks(tmp_path: Path, rewrite: str | None) -> None:
-    """A folder of ZeRO 3 has no checksums, and is read straight; a save of the same has, and is read in blocks."""
-    checkpoint.convert(ZERO3, tmp_path / "save")
-    made = []
-    for source in (ZERO3, tmp_path / "save"):
-        target = tmp_path / f"{source.name} out"
-        options: dict[str, Any] = {} if rewrite is None else {"rewrite": Rewrite(rewrite)}
-        report = checkpoint.convert(source, target, to="hf", certify=True, **options)
-        if rewrite is None:
-            assert report.read_bytes == report.num_bytes or source != ZERO3
-        certificate = json.loads((target / "round-trip.json").read_text())
-        certified = [each for each in certificate.values() if type(each) is list]
-        assert certified
-        made.append((load_file(target / "model.safetensors"), certified))
-    (one, of_one), (other, of_other) = made
-    assert of_one == of_other
-    assert one.keys() == other.keys()
-    assert all(torch.equal(each, other[name]) for name, each in one.items())
 
 
 def test_long_ranges_are_read_straight_and_columns_come_by_way_of_a_batch(tmp_path: Path) -> None:
