@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardwise import checkpoint
-from shardwise.checkpoint import dcp_folders
 from tests.checkpoint.deepspeed.load_universal import LOSSES, digest_of, write_universal
 from tests.checkpoint.deepspeed.write import FOLDERS
+from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.stored_values import random_state, same_bytes
 
 
@@ -72,8 +72,7 @@ def _by_parameter(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {name: group["settings"] for group in optimizer["groups"] for name in group["parameters"]}
 
 
-def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_folders, "_MAX_CHUNK_BYTES", 64)  # else a chunk is of more bytes than a test has
+def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path) -> None:
     state = {
         **random_state(),
         "rows": torch.randn(37, 3),
@@ -82,7 +81,8 @@ def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path, monkeypatch
         "words": torch.tensor([1, 2, 4_000_000_000], dtype=torch.uint32),
     }
     checkpoint.save(tmp_path / "ours", state)
-    checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
+    with small_limits(64):
+        checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load({"model": loaded}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(same_bytes(loaded[name], tensor) for name, tensor in state.items())

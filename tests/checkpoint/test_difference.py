@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore, diff, windows
+from shardwise.checkpoint import LocalStore, diff
 from tests.checkpoint.cut_tensors import Cut, cut, save_pieces
 from tests.checkpoint.faulty import Counting
+from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.small_states import bits, share_of_state, whole_state
 from tests.properties import tried
 
@@ -58,8 +59,7 @@ def test_differences_are_those_of_a_loop_whatever_the_pieces(
         seed += 1
     for name, tensor, (kind, size) in (("a", a, how[0]), ("b", b, how[1])):
         save_pieces(path / name, cut("w", tensor, kind, size))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "WINDOW_BYTES", window)
+    with small_limits(window):
         found = diff(path / "a", path / "b")
     indices = [tuple(each) for each in torch.ones(shape).nonzero().tolist()]
     different = [index for index in indices if bits(a[index]).tolist() != bits(b[index]).tolist()]
@@ -80,19 +80,20 @@ def test_each_kind_of_difference_is_found(tmp_path: Path) -> None:
     b = saved(
         tmp_path / "b",
         {
-            "w": STATE["w"] + torch.tensor([0, 0, 0.5, -2.0]),
+            "w": STATE["w"] + torch.tensor([[0, 0, 0, 0], [0, 0, 0.5, -2.0], [0, 0, 0.5, -2.0]]),
             "b": STATE["b"].double(),
             "shape": torch.ones(3, 2),
             "same": torch.ones(3),
             "new": torch.zeros(0, 4).half(),
         },
     )
-    found = diff(a, b)
+    with small_limits(16):  # a row of w
+        found = diff(a, b)
     assert not found.equal
     rows = {row.name: row for row in found.tensors}
     assert list(rows) == ["w", "b", "shape", "gone", "new"]
     assert [row.finding for row in rows.values()] == ["values", "dtype", "shape", "only in A", "only in B"]
-    assert (rows["w"].num_different, rows["w"].max_difference, rows["w"].first_index) == (6, 2.0, (0, 2))
+    assert (rows["w"].num_different, rows["w"].max_difference, rows["w"].first_index) == (4, 2.0, (1, 2))
     assert (rows["b"].a, rows["b"].b, rows["b"].num_different) == (("int64", (3,)), ("float64", (3,)), 0)
     assert (rows["shape"].a, rows["shape"].b) == (("float32", (2, 3)), ("float32", (3, 2)))
     assert (rows["gone"].a, rows["gone"].b) == (("float32", (2,)), None)
@@ -102,7 +103,7 @@ def test_each_kind_of_difference_is_found(tmp_path: Path) -> None:
     assert lines[:3] == [f"A: {a}/save-00000001 (shardwise, 1 rank)", f"B: {b}/save-00000001 (shardwise, 1 rank)", ""]
     assert lines[3:] == [
         "tensor  differs in  A            B               elements  max |A-B|  first at",
-        "w       values      2.0          2.5             6 of 12   2          [0, 2]",
+        "w       values      6.0          6.5             4 of 12   2          [1, 2]",
         "b       dtype       int64        float64         none      0",
         "shape   shape       [2, 3]       [3, 2]",
         "gone    only in A   float32 [2]  -",
