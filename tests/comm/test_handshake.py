@@ -121,14 +121,6 @@ def test_strangers_learn_nothing_and_are_counted() -> None:
     assert KEY not in heard["hello"]
 
 
-def test_a_rank_with_another_secret_is_turned_away_with_the_cure() -> None:
-    other = key_of(b"token", SECRET)
-    found, (said,) = called_by(lambda connection: say_hello(connection, other, 3, 0), strangers=1)
-    assert "it turned this rank away: is SHARDWISE_SECRET or SHARDWISE_SECRET_FILE the same on all ranks?" in str(said)
-    assert isinstance(found, reception.Awaiting)
-    assert "1 that called did not prove to be ranks" in found.in_words()
-
-
 def test_another_format_is_told_to_both_ranks_with_both_versions() -> None:
     def of_another_version(connection: socket.socket) -> None:
         mine = Hello.own(3, 0)

@@ -85,7 +85,6 @@ class Victim:
             Signature(operation="send", purpose="activation"),
         )
         self.stamps = [Stamp.of(each) for each in signatures]
-        self.lanes = [self.channel._collectives, self.channel._messages]
         self.works = [
             self.channel.all_gather(output, output[:LARGE], purpose="weights"),
             self.channel.reduce_scatter(parts[:512], parts, purpose="gradients"),
@@ -96,6 +95,8 @@ class Victim:
         self.digests = [
             inbound.expected.digest for inbound in self.board.inbounds.values() if inbound.expected is not None
         ]
+        self.lanes = list(dict.fromkeys(lane for _, lane, _ in self.board.inbounds))
+        """That of collectives, and that of messages."""
         self.segment = SharedSegment(0, 2 * SLOT_BYTES)
         self.log = self.board.log(self.lanes[0], (0, 1))
         self.log.add(self.stamps[0])

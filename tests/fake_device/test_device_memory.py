@@ -168,10 +168,8 @@ def test_stages_of_a_pipeline_hold_the_activations_of_their_microbatches(
         assert 0.98 * total - message < rest + peak < 1.02 * total
 
 
-def allocations_of_a_step(
-    channel: sw.Channel, plan: sw.Plan, made: Callable[[], nn.Module] = model
-) -> tuple[int, int, int]:
-    """Those of a steady step on this rank's device, over how many runs it takes a norm, and how often it gathered."""
+def allocations_of_a_step(channel: sw.Channel, plan: sw.Plan, made: Callable[[], nn.Module] = model) -> tuple[int, int]:
+    """Those of a steady step on this rank's device, and how often it gathered."""
     engine = engine_of(channel, plan, made)
     batch = {"input": torch.ones(ROWS * plan.merge.microbatches, WIDTH, device=channel.device)}
     for _ in range(3):
@@ -181,8 +179,7 @@ def allocations_of_a_step(
     with counted("allocation") as counts:
         engine.step(batch)
         channel.exchange(b"", purpose="all rest")
-    norms = sum(is_counted for *_, is_counted in engine._closing.runs)
-    return counts[channel.device.index].allocations, norms, engine.counters.all_gathers - gathers
+    return counts[channel.device.index].allocations, engine.counters.all_gathers - gathers
 
 
 @cache
@@ -215,10 +212,11 @@ def test_a_steady_step_allocates_what_forwards_and_backwards_do(
     """
     plain = allocations_of_forwards_and_backwards(fake, k, compute)
     plan = replace(plan_of(stage, k, compute, dp_shard=2), clip_grad_norm=clip)
-    for found, norms, gathers in sw.simulate(2, lambda channel: allocations_of_a_step(channel, plan), device=fake):
-        assert found == plain + norms + (gathers if stage == 3 else 0)
-        assert norms <= 2 * LAYERS
-        assert plain > 6 * k * LAYERS
+    ranks = sw.simulate(2, lambda channel: allocations_of_a_step(channel, plan), device=fake)
+    norms = sum(found - plain - (gathers if stage == 3 else 0) for found, gathers in ranks)
+    # Each rank takes the norms of what it owns: of parts of all parameters, or of whole ones, of which one may be cut.
+    assert norms - 2 * LAYERS * (2 if stage == 3 else 1) in (0, 1)
+    assert plain > 6 * k * LAYERS
 
 
 @pytest.mark.parametrize("k", [1, 4])
