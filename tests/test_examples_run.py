@@ -1,10 +1,8 @@
 """Every program of `examples` runs, and says what it showed; the pages show the programs as they are."""
 
-import contextlib
 import json
 import math
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks.programs import started
+from tests.processes.as_started import ended
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -92,16 +90,8 @@ def test_the_plain_loop_on_two_processes_prints_the_losses_of_one_process(
     alone = run("plain_loop/before.py", monkeypatch)["train"]()
     capsys.readouterr()
     program = f"import runpy; runpy.run_path({str(EXAMPLES / 'plain_loop' / 'after.py')!r}, run_name='__main__')"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with contextlib.ExitStack() as stack:
-        first, second = [
-            stack.enter_context(started(["-c", program], environment={**world, "RANK": str(rank)})) for rank in range(2)
-        ]
-        out, err = first.communicate(timeout=100)
-        assert first.wait(timeout=0) == 0, err
-        assert second.communicate(timeout=100) == ("", "")
+    (code, out, err), (other, *silence) = ended([["-c", program]] * 2)
+    assert (code, other, silence) == (0, 0, ["", ""]), err
     *steps, last = out.splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in steps]
     assert all(math.isclose(a, b, abs_tol=2e-5) for a, b in zip(losses, alone, strict=True))

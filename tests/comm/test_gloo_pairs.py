@@ -2,7 +2,6 @@
 
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.comm.processes import ProcessChannel
 from shardwise.errors import PeerError
-from tests.comm.boards import PATIENCE_SECONDS, boards, in_threads, on_threads
+from tests.comm.boards import PATIENCE_SECONDS, on_threads
 
 LARGE = INLINE_BYTES_BETWEEN_HOSTS + 1
 
@@ -45,27 +44,6 @@ def test_a_rank_that_gloo_cannot_reach_is_named_with_the_words_of_gloo(monkeypat
         )
         assert "RuntimeError: connect 127.0.0.1: no route); let ports of" in str(error)
         assert f"while rank {rank} was in receive for 'a large one'" in str(error)
-
-
-def test_a_fault_of_one_channel_leaves_the_others_of_the_process_alone() -> None:
-    first, second = (boards(2, remote=(0, 1)) for _ in range(2))
-
-    def live(rank: int) -> torch.Tensor:
-        broken, whole = (ProcessChannel(each[rank], (0, 1), owns_board=True) for each in (first, second))
-        swap(broken)
-        swap(whole)
-        if rank == 1:
-            broken.abort("enough")
-        else:
-            with pytest.raises(PeerError, match="rank 1 stopped: enough"):
-                swap(broken)
-        broken.close()
-        found = swap(whole, value=2 + rank)
-        whole.close()
-        return found
-
-    found = in_threads([partial(live, rank) for rank in range(2)])
-    assert [int(value.unique()) for value in found] == [3, 2]
 
 
 def test_a_rank_that_never_connects_keeps_no_thread_of_a_closed_channel() -> None:
