@@ -282,6 +282,9 @@ def test_averages_that_a_checkpoint_has_not_begin_with_its_weights_and_others_ar
     (note,) = loaded.report.notes
     assert "averages of 12 parameters that the target does not keep" in note
     same(full_state(without), {name: each for name, each in full_state(engine).items() if not name.endswith(AVERAGE)})
+    again = engine_on(None, plan_of())
+    sw.load(tmp_path / "with", again)
+    assert again.settings()["average"] == {"averaged": 3}
     loaded = sw.load(tmp_path / "without", engine)
     words = "the checkpoint has no average of any parameter; it begins with the weights that are loaded"
     assert loaded.report.notes == (words,)

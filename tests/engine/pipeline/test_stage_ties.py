@@ -152,6 +152,12 @@ def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
         assert torch.equal(held.get("two.first.weight", updated(gradients)), updated(gradients))
 
 
+def test_a_sum_goes_down_within_a_backward_of_one_microbatch() -> None:
+    """Where the owner is the first stage that uses it."""
+    program = PROGRAMS["tied head"]
+    assert_trains_like_one_process(program, plan_of(program, "pp=2"))
+
+
 @pytest.mark.parametrize("only", [("one", "two"), ("one", "zero"), ("one", "three"), ()])
 def test_a_gradient_on_one_rank_alone_reaches_the_owner(only: tuple[str, ...]) -> None:
     program = Program(make=partial(four, only=only), batches=PROGRAM.batches, stages=STAGES, loss=square)
