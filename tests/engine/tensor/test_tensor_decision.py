@@ -186,17 +186,18 @@ def test_what_the_rules_of_an_adapter_and_of_its_map_sum_is_summed_once() -> Non
     assert_cut_is_right(lambda: adapted("up", "down"), rules, run)
 
 
-def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut() -> None:
-    carried = {f"{layer}.{name}": rule for layer in ("one", "two") for name, rule in BY_HAND.items()}
+@pytest.mark.parametrize(("name", "other"), [("up", {"one.down.weight"}), ("down", {"one.up.weight", "one.up.bias"})])
+def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut(name: str, other: set[str]) -> None:
+    carried = {f"{layer}.{each}": rule for layer in ("one", "two") for each, rule in BY_HAND.items()}
     make = formed(
         lambda net, x: net.two(net.one(x)),
         lambda net: vars(net).update(_tp_plan=carried),
-        one=lambda: adapted("up", is_mixed=True),
+        one=lambda: adapted(name, is_mixed=True),
         two=TWO,
     )
     plan = assert_cut_is_right(make, "auto", run).decision.plan
-    assert "one.up" in plan.left
-    assert plan.cuts.keys() == {"one.down.weight", "two.up.weight", "two.up.bias", "two.down.weight"}
+    assert f"one.{name}" in plan.left
+    assert plan.cuts.keys() == {*other, "two.up.weight", "two.up.bias", "two.down.weight"}
 
 
 def engine_with(make: Callable[[], nn.Module], rules: Any, *, tp: int = 2, call: str = "") -> Callable[[], object]:
