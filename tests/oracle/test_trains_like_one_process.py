@@ -77,7 +77,6 @@ def test_what_cannot_be_trained_so_is_refused_in_words(program: str, layout: str
         ("curve", "bfloat16, narrow sums"),
         ("words, by targets", "stage 3, whole, k=2"),
         ("sharing", "replicas, k=2"),
-        ("decoder", "tp x stages"),
         ("decoder", "all"),
         ("u-net", "stages x data"),
         ("tied head", "two stages, k=5"),
@@ -171,12 +170,18 @@ def test_evaluation_and_prediction_are_those_of_one_process_whatever_rank_has_th
         torch.testing.assert_close(told, logits, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "bad"),
     [
-        *("one rank, k=3", "three ranks, whole", "replicas, k=2", "stage 2, k=3", "stage 3, kept gathered"),
-        *("bfloat16, stage 3", "four stages", "stages x data", "stages x stage 3"),
+        ("one rank, k=3", math.inf),
+        ("three ranks, whole", math.nan),
+        ("replicas, k=2", math.inf),
+        ("stage 2, k=3", math.nan),
+        ("stage 3, kept gathered", math.inf),
+        ("bfloat16, stage 3", math.nan),
+        ("four stages", math.inf),
+        ("stages x data", math.nan),
+        ("stages x stage 3", math.inf),
     ],
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(layout: str, bad: float) -> None:
