@@ -23,6 +23,7 @@ from tests.oracle.comparison import (
 )
 from tests.oracle.fits import NOT, chosen, fitting
 from tests.oracle.layouts import LAYOUTS
+from tests.oracle.of_transformers import TRANSFORMERS
 from tests.oracle.places import data_share, put_together, train, train_on, whole_state
 from tests.oracle.program import plan_of, sgd
 from tests.oracle.programs import PROGRAMS, masked_batch
@@ -64,7 +65,10 @@ def test_a_program_trains_like_one_process_under_all_layouts_that_fit_it(program
         assert_trains_like_one_process(PROGRAMS[program], plan_for(program, layout))
 
 
-@pytest.mark.parametrize(("program", "layout"), NOT)
+@pytest.mark.parametrize(
+    ("program", "layout"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] in TRANSFORMERS else []) for each in NOT],
+)
 def test_what_cannot_be_trained_so_is_refused_in_words(program: str, layout: str) -> None:
     with pytest.raises((ShardwiseError, AttributeError, RuntimeError), match=NOT[program, layout]):
         train(PROGRAMS[program], plan_for(program, layout))
