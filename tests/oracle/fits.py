@@ -24,7 +24,7 @@ UNFIT: Mapping[tuple[str, ...], tuple[str, ...]] = {
     # what is run again twice counts twice
     ("units checkpoint*",): ("run again",),
     # one process would have to cast inside of them as engines do
-    ("momentum of weights", "clamped weights", "quantised*", "odd shapes", "sparse gradients"): ("bfloat16",),
+    ("momentum of weights", "clamped weights", "quantised*", "odd shapes*", "sparse gradients"): ("bfloat16",),
     ("gradient penalty", "observed", "force", "batch norm*", "codebook", "own generator", "recurrent*"): ("bfloat16",),
     ("compiled*",): ("data",),
 }
