@@ -287,7 +287,9 @@ def loop_that_is_left(accelerator: Any, ends: str) -> Any:
     return seen, dict(accelerator.get_state_dict(model))
 
 
-@pytest.mark.parametrize(("plan", "ends"), [("one rank", "break"), ("pp", "error"), ("tp", "interrupt")])
+@pytest.mark.parametrize(
+    ("plan", "ends"), [("one rank", "break"), ("pp", "break"), ("pp", "error"), ("pp", "interrupt"), ("tp", "error")]
+)
 def test_a_loop_that_is_left_gives_the_thread_back_and_goes_on(plan: str, ends: str) -> None:
     made, left = replace(PLANS[plan], clip_grad_norm=None), partial(loop_that_is_left, ends=ends)
     expected_seen, expected = plainly(left, gradient_accumulation_steps=2)

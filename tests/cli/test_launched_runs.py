@@ -18,7 +18,7 @@ from shardwise import checkpoint
 from shardwise.comm.connections import host_identity
 from tests.cli.processes import done, losses, metrics, simulated
 from tests.cli.small_net import words, written
-from tests.forks.programs import members_of_session, started
+from tests.forks.programs import started
 from tests.keepers.kept import Kept
 from tests.train.runs import without_times
 
@@ -148,20 +148,6 @@ def test_a_run_killed_at_any_instant_goes_on_from_its_newest_whole_save_under_an
     # Dropout draws the same masks, and sums have another order.
     assert losses(out) == pytest.approx(losses(config.parent / "whole"), rel=1e-4)
     assert checkpoint.open(out / "checkpoints").step == 10
-    assert checkpoint.verify(out / "checkpoints").good
-
-
-@STRESS
-def test_ctrl_c_to_the_first_process_alone_stops_all_ranks(config: Path) -> None:
-    out = config.parent / "out"
-    with started(words(config, "--nproc", "2", "--set", "train.steps=1000000")) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("step 5/"))
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        kept = f"--resume auto continues from the newest save in {out}/checkpoints, if there is one"
-        assert (process.returncode, err) == (130, f"stopped by Ctrl-C; {kept}\n")
-        assert not members_of_session(process.pid)
     assert checkpoint.verify(out / "checkpoints").good
 
 

@@ -61,7 +61,8 @@ COLUMN = Column(
     train=_trained,
     cases=[
         *((plan, PLAIN) for plan in PLANS),
-        *(("stage 3", ACCUMULATED), ("pp", ACCUMULATED), ("tp", "clipped by value")),
+        *((plan, ACCUMULATED) for plan in ("one rank", "stage 3", "pp")),
+        ("tp", "clipped by value"),
         *(("stage 0", "float64"), ("one rank", "bfloat16")),
         *(("pp", form) for form in MANUAL),
         *((_BY_TURNS[at % len(_BY_TURNS)], form) for at, form in enumerate(MANUAL)),

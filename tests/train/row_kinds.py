@@ -46,6 +46,12 @@ def write_jsonl(folder: Path) -> None:
     (folder / "b.jsonl").write_text("\r\n".join(lines[30:]))
 
 
+def write_fractions(folder: Path) -> None:
+    """A number that is a fraction in one row alone: in most batches all are whole."""
+    rows = [{"text": row(n)["text"], "stars": n % 3, "weight": 7.5 if n == 7 else n} for n in range(SIZE)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 def write_parquet(folder: Path) -> None:
     for name, numbers in (("a", range(20)), ("b", range(20, SIZE))):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*map(row, numbers)]), folder / f"{name}.parquet")
@@ -76,6 +82,10 @@ def text_batch(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
         "attention_mask": torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts]),
         "labels": torch.tensor([number % 3 for number in numbers]),
     }
+
+
+def fraction_batch(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+    return {**text_batch(numbers), "weights": torch.tensor([7.5 if n == 7 else float(n) for n in numbers])}
 
 
 def number_batch(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -184,6 +194,11 @@ Written = Callable[[Path], object] | None
 Batches = Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
 KINDS: dict[str, tuple[Written, Batches, tuple[str, ...]]] = {
     "jsonl": (write_jsonl, text_batch, (*TEXT, "data.format=jsonl", "data.source=*.jsonl", CLASSES)),
+    "fractions": (
+        write_fractions,
+        fraction_batch,
+        (*TEXT, "data.format=jsonl", "data.source=a.jsonl", "data.columns.weights=weight"),
+    ),
     "parquet": (write_parquet, number_batch, (*FEATURES, "data.format=parquet", "data.source=.")),
     "images": (
         write_images,

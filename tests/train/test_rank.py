@@ -221,8 +221,8 @@ def test_a_run_says_what_is_special_about_it(tmp_path: Path, case: str) -> None:
 
 
 def test_a_skipped_update_is_reported_and_does_not_use_up_its_learning_rate(tmp_path: Path) -> None:
-    words = ["model.loss=net.py:second_is_infinite", "train.microbatch=12", "train.steps=4", "train.evaluate_every=9"]
-    done = finished(small_run(tmp_path, *words))
+    words = ["model.loss=net.py:second_is_infinite", "train.microbatch=12", "train.steps=4", "train.warmup_steps=3"]
+    done = finished(small_run(tmp_path, *words, "train.evaluate_every=9"))
     assert [line["skipped"] for line in done.metrics] == [False, True, False, False]
     assert [line["loss"] is None for line in done.metrics] == [False, True, False, False]
     rates = done.curve("learning_rate")
