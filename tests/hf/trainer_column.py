@@ -143,6 +143,7 @@ KINDS: dict[str, tuple[Make, str]] = {
     **TASKS,
 }
 """Settings, each with the plan under which it is tried."""
+KINDS["lengths of data ranks"] = KINDS["lengths"][0], "stage 1"
 
 
 def _trained(plan: sw.Plan | None, channel: sw.Channel | None, asked: Asked) -> Outcome:
