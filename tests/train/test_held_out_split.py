@@ -12,12 +12,12 @@ from tests.properties import tried
 @tried(60)
 def test_each_sample_is_held_out_or_trained_on_and_never_both(size: int, fraction: float) -> None:
     try:
-        sides = [kind([*range(size)], fraction) for kind in (HeldOutSamples, TrainingSamples)]
+        held_out_samples, training = HeldOutSamples([*range(size)], fraction), TrainingSamples([*range(size)], fraction)
     except DataError:
         assert not 0 < int(size * fraction) < size
         return
-    held_out, trained = ([side[at] for at in range(len(side))] for side in sides)
+    held_out, trained = ([side[at] for at in range(len(side))] for side in (held_out_samples, training))
     assert len(held_out) == int(size * fraction)
     assert sorted([*held_out, *trained]) == [*range(size)]
     assert trained == sorted(trained)
-    assert sides[1].__getitems__([0]) == trained[:1]
+    assert training.__getitems__([0]) == trained[:1]
