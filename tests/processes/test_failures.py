@@ -69,10 +69,10 @@ def lose_the_last(channel: Channel, way: str) -> Told | None:
         work = begin_sum(channel, LARGE if "middle" in way else 48)
         channel.send(torch.zeros(1), last, purpose="begun").wait()
         return told(channel, lambda: read(channel, work))
-    if "middle" in way:
-        begin_sum(channel, LARGE)
     for rank in range(last):
         channel.receive(torch.zeros(1), rank, purpose="begun").wait()
+    if "middle" in way:
+        begin_sum(channel, LARGE)  # after the waits, each of which would publish more of it
     if way == "aborts":
         channel.abort("ValueError: the loss is not a number")
         return None
