@@ -92,6 +92,17 @@ def test_names_that_a_file_says_go_before_numbers(tmp_path: Path) -> None:
         assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
 
 
+def test_running_means_have_no_number_of_an_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(12.0).view(4, 3)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    catalogue = checkpoint.open(tmp_path / "x.pt")
+    for name, parameter in model.named_parameters():
+        assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+
+
 @pytest.mark.parametrize("why", ["several ways", "do not fit", "neither a tensor nor a number"])
 def test_what_is_not_proven_keeps_its_number(tmp_path: Path, why: str) -> None:
     state: dict[str, torch.Tensor] = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(2)}
