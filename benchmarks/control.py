@@ -49,17 +49,17 @@ from shardwise.comm.rank_values import RankValues
 from shardwise.comm.rendezvous import Rendezvous
 from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.tree import place_in_tree, relay_neighbours
-from shardwise.engine.channels import RankGroups
-from shardwise.engine.rank_times import RankTimes
-from shardwise.engine.step_exchange import (
+from shardwise.engine.forward.passes import Joint
+from shardwise.engine.step.channels import RankGroups
+from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
     batch_compared,
     exchange_step,
     merge_weights,
     parts_of_opening,
 )
-from shardwise.engine.step_figures import MadeOnHost, RankFigures, Surroundings
-from shardwise.engine.zero.uneven_microbatches import Joint
+from shardwise.engine.step.figures import MadeOnHost, RankFigures, Surroundings
+from shardwise.engine.telemetry.rank_times import RankTimes
 from shardwise.plan import Merge, Plan
 from shardwise.space import Mesh
 

@@ -11,7 +11,7 @@ import shardwise as sw
 from benchmarks.pipeline.models import ADAMW, Batch, Kind, Shape, loss_of, net
 from benchmarks.pipeline.step import Taken
 from shardwise.comm import Channel
-from shardwise.engine.batches import MicrobatchLoss
+from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.plan.timeline import TimeSpan
 

@@ -14,13 +14,12 @@ from shardwise import errors
 from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
 from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.batch_rows import DIM_0
-from shardwise.engine.batches import MicrobatchLoss
-from shardwise.engine.channels import RankGroups
-from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
-from shardwise.engine.evaluation_metrics import EvaluationMetrics
-from shardwise.engine.rank_times import RankTimes, rank_times
-from shardwise.engine.step_exchange import (
+from shardwise.engine.forward.batch_rows import DIM_0
+from shardwise.engine.forward.batches import MicrobatchLoss
+from shardwise.engine.metrics.evaluation_exchange import exchange_evaluation, parts_of_evaluation
+from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+from shardwise.engine.step.channels import RankGroups
+from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
     Weighting,
     batch_compared,
@@ -29,6 +28,7 @@ from shardwise.engine.step_exchange import (
     numbers_in,
     parts_of_opening,
 )
+from shardwise.engine.telemetry.rank_times import RankTimes, rank_times
 from shardwise.errors import PeerError, ShardwiseError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.space import Piece

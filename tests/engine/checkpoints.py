@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.state import EngineRestoration
+from shardwise.engine.model.state import EngineRestoration
 from shardwise.space import check_cover
 from tests.oracle.batches import points, share_of, square_loss
 from tests.oracle.program import Optimizers, adamw, sgd

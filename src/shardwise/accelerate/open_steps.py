@@ -20,9 +20,9 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from shardwise.engine import Engine, StepReport
-from shardwise.engine.autocast_regions import Region, kinds_of
-from shardwise.engine.batches import NoMoreMicrobatches
-from shardwise.engine.channels import StepLeft
+from shardwise.engine.forward.batches import NoMoreMicrobatches
+from shardwise.engine.guards.autocast_regions import Region, kinds_of
+from shardwise.engine.step.channels import StepLeft
 from shardwise.errors import ModelError
 
 

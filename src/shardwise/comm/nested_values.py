@@ -7,6 +7,7 @@
 
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from operator import is_not
 from typing import Any
@@ -151,3 +152,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | TensorSlot | ObjectSlot)
+
+
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), type, enum.Enum, slice, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a value that tells all about itself."""
+    return isinstance(leaf, _PLAIN)

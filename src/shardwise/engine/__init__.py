@@ -3,6 +3,6 @@
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.relayout import relayout
-from shardwise.engine.reports import EvaluationReport, StepReport
+from shardwise.engine.step.reports import EvaluationReport, StepReport
 
 __all__ = ["Engine", "EvaluationReport", "StepReport", "parallelize", "relayout"]

@@ -21,8 +21,8 @@ from torch import nn
 
 from shardwise.comm.agreement import a_list, aborting, agreed, understood
 from shardwise.engine.engine import Engine
-from shardwise.engine.packed_tensors import all_carried
-from shardwise.engine.rank_parts import ModelNames
+from shardwise.engine.forward.packed_tensors import all_carried
+from shardwise.engine.model.rank_parts import ModelNames
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words
 from shardwise.plan import Parameter
 from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS

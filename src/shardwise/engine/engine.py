@@ -28,40 +28,41 @@ from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
-from shardwise.engine.batches import (
+from shardwise.engine.averages.weight_averages import averages_to_settings, check_in_place, refuse_inside
+from shardwise.engine.forward.batches import (
     Batch,
     GivenMicrobatches,
     LossFunction,
+    Weight,
     check_loss,
     given_microbatches,
     moved_to,
 )
-from shardwise.engine.channels import stopping_peers
-from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
-from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
-from shardwise.engine.forward_writes import ForwardWrites
-from shardwise.engine.generation import Gather, Generation, Prompts, Seeds
-from shardwise.engine.inventory import ModelContents, refuse_moved
-from shardwise.engine.loss_scaling import to_settings
-from shardwise.engine.matrix_updates import MatrixUpdates
-from shardwise.engine.norm_parts import NormParts, Norms
-from shardwise.engine.optimizers import KnownOptimizer
-from shardwise.engine.packed_tensors import PackedPlaces
+from shardwise.engine.forward.inventory import ModelContents, refuse_moved
+from shardwise.engine.forward.packed_tensors import PackedPlaces
+from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, TrainedSet
+from shardwise.engine.generation.generation import Gather, Generation, Prompts, Seeds
+from shardwise.engine.guards.forward_writes import ForwardWrites
+from shardwise.engine.guards.plain_calls import CHANGED_LINES
+from shardwise.engine.metrics.evaluation_exchange import exchange_evaluation, parts_of_evaluation
+from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics, Metric
+from shardwise.engine.model.plan_sizes import PlanSizes
+from shardwise.engine.model.rank_parts import Asked, RankParts
+from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, placed, state_of
+from shardwise.engine.model.whole import whole_inside
+from shardwise.engine.optimizers.known import KnownOptimizer
+from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.plain_calls import CHANGED_LINES
-from shardwise.engine.plan_sizes import PlanSizes
-from shardwise.engine.rank_parts import Asked, RankParts
-from shardwise.engine.reports import EvaluationReport, StepReport, report_on_look
-from shardwise.engine.span_recorder import SpanRecorder
-from shardwise.engine.state import EngineRestoration, HandOver, names_of_state, placed, state_of
-from shardwise.engine.step_closing import StepClosing
-from shardwise.engine.step_exchange import Weight, factors_on_device
-from shardwise.engine.step_meter import step_meter
-from shardwise.engine.step_opening import StepOpening
-from shardwise.engine.trained_batches import TrainedBatches
-from shardwise.engine.trained_parameters import ALL, TrainedParameters, TrainedSet
-from shardwise.engine.weight_averages import averages_to_settings, check_in_place, refuse_inside
-from shardwise.engine.whole_model import whole_inside
+from shardwise.engine.pipeline.span_recorder import SpanRecorder
+from shardwise.engine.step.channels import stopping_peers
+from shardwise.engine.step.closing import StepClosing
+from shardwise.engine.step.exchange import factors_on_device
+from shardwise.engine.step.loss_scaling import to_settings
+from shardwise.engine.step.norm_parts import NormParts, Norms
+from shardwise.engine.step.opening import StepOpening
+from shardwise.engine.step.reports import EvaluationReport, StepReport, report_on_look
+from shardwise.engine.step.trained_batches import TrainedBatches
+from shardwise.engine.telemetry.step_meter import step_meter
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Traffic
 from shardwise.plan.optimizer_entries import NumberedParameter

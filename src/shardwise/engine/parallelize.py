@@ -26,14 +26,11 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import a_list, aborting, agreed, compare, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
-from shardwise.engine.batch_rows import BatchRows, RowDims
-from shardwise.engine.batch_statistics import synchronise, synchronised_in
-from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
-from shardwise.engine.channels import EngineChannels, RankGroups
-from shardwise.engine.computation import Computation
+from shardwise.engine.averages.weight_averages import WeightAverages
 from shardwise.engine.engine import Engine
-from shardwise.engine.forward_writes import ModelBuffers
-from shardwise.engine.inventory import (
+from shardwise.engine.forward.batch_rows import BatchRows, RowDims
+from shardwise.engine.forward.batches import Batch, LossFunction, LossOfModel, LossWeight
+from shardwise.engine.forward.inventory import (
     Inventory,
     describe_model,
     describe_values,
@@ -42,21 +39,20 @@ from shardwise.engine.inventory import (
     take_over,
     with_values,
 )
-from shardwise.engine.kept_objects import Alias, aliases_in, take_along
-from shardwise.engine.loss_parameters import LossParameters
-from shardwise.engine.master_states import MasterOf
-from shardwise.engine.matrix_updates import MatrixUpdates
-from shardwise.engine.meta_init import Initialisation
-from shardwise.engine.norm_parts import clipped_parts
-from shardwise.engine.optimizer_trials import (
-    STAGE_0,
-    check_apart,
-    check_closures,
-    check_silent,
-    tried_keys,
-    work_of_wholes,
-)
-from shardwise.engine.optimizers import (
+from shardwise.engine.forward.kept_objects import Alias, aliases_in, take_along
+from shardwise.engine.forward.layers import unwrap
+from shardwise.engine.forward.packed_tensors import move_carried, settle_packed
+from shardwise.engine.forward.padded_encoders import let_encoders_pad
+from shardwise.engine.forward.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
+from shardwise.engine.forward.randomness import KeyedRandom
+from shardwise.engine.forward.trained_parameters import GivenGroups, Groups, groups_in
+from shardwise.engine.guards.forward_writes import ModelBuffers
+from shardwise.engine.guards.plain_calls import PlainCalls
+from shardwise.engine.model.batch_statistics import synchronise, synchronised_in
+from shardwise.engine.model.meta_init import Initialisation
+from shardwise.engine.model.plan_sizes import PlanSizes
+from shardwise.engine.model.rank_parts import Asked, ModelNames, RankParts, ValueSource
+from shardwise.engine.optimizers.known import (
     KnownOptimizer,
     OptimizerSource,
     build,
@@ -66,19 +62,26 @@ from shardwise.engine.optimizers import (
     on_host,
     swap,
 )
-from shardwise.engine.packed_tensors import move_carried, settle_packed
-from shardwise.engine.padded_encoders import let_encoders_pad
+from shardwise.engine.optimizers.master_states import MasterOf
+from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
+from shardwise.engine.optimizers.trials import (
+    STAGE_0,
+    check_apart,
+    check_closures,
+    check_silent,
+    tried_keys,
+    work_of_wholes,
+)
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
-from shardwise.engine.plain_calls import PlainCalls
-from shardwise.engine.plan_sizes import PlanSizes
-from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
-from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.rank_parts import Asked, ModelNames, RankParts, ValueSource
 from shardwise.engine.relayout import refit
+from shardwise.engine.step.channels import EngineChannels, RankGroups
+from shardwise.engine.step.computation import Computation
+from shardwise.engine.step.loss_parameters import LossParameters
+from shardwise.engine.step.norm_parts import clipped_parts
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import TensorParallel
@@ -89,14 +92,12 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
-from shardwise.engine.trained_parameters import GivenGroups, Groups, groups_in
-from shardwise.engine.weight_averages import WeightAverages
-from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import OwnedLayout, install, plan_layout, units_of
 from shardwise.errors import MismatchError, PlanError
-from shardwise.plan import Placement, Plan
+from shardwise.plan import Ownership, Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
 
@@ -517,9 +518,10 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     homes = channels.homes(plan) if work else None
     layout = plan_layout(
         owned,
-        stages,
         plan,
         terms.units,
+        late=frozenset(stages.of_several_stages()),
+        stage_of=stages.first_stage,
         owners=channels.owners,
         replicas=channels.replicas,
         work=work,
@@ -548,7 +550,12 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     if homes is not None and layout.ownership.homes:
         matrices = MatrixUpdates(buffers, owned, homes)
         buffers.updated = matrices.updated
-    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=asked.counters, waiting=waiting)
+
+    def keep_gradients(parameters: Mapping[str, nn.Parameter], layout: Ownership, alone: Channel) -> GradReduce:
+        # Like those of any parameter, with this rank as the only owner: nothing is reduced.
+        return GradReduce(parameters, layout, plan.precision, owners=alone, replicas=alone, counters=asked.counters)
+
+    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, keep_gradients=keep_gradients, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.
     swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), buffers.updated)

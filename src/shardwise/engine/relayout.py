@@ -24,15 +24,15 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.held_meanwhile import kept_attributes
-from shardwise.engine.inventory import exchange, named_places, take_over, with_values
-from shardwise.engine.kept_objects import aliases_in, take_along
-from shardwise.engine.optimizers import of_no_parameter
-from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
-from shardwise.engine.rank_parts import Asked
-from shardwise.engine.reports import Counters
-from shardwise.engine.state import EngineRestoration, HandOver
-from shardwise.engine.state_of_all import merged_settings, sources_of, stored_of_all, targets_of
+from shardwise.engine.forward.aside import kept_attributes
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.inventory import exchange, named_places, take_over, with_values
+from shardwise.engine.forward.kept_objects import aliases_in, take_along
+from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
+from shardwise.engine.model.rank_parts import Asked
+from shardwise.engine.model.state import EngineRestoration, HandOver
+from shardwise.engine.model.state_of_all import merged_settings, sources_of, stored_of_all, targets_of
+from shardwise.engine.optimizers.known import of_no_parameter
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Plan

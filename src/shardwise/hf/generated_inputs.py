@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from shardwise.comm.accelerators import random_sources, random_states, set_random_states
-from shardwise.engine.channels import stopping_peers
+from shardwise.engine.step.channels import stopping_peers
 from shardwise.errors import ConfigError
 from shardwise.hf.borrowed_names import Place, instead, original
 from shardwise.hf.rank_accelerator import PlanAccelerator

@@ -24,7 +24,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from shardwise.checkpoint import load, save
 from shardwise.comm.agreement import agreed
-from shardwise.engine.loss_scaling import GROWTH_INTERVAL
+from shardwise.engine.step.loss_scaling import GROWTH_INTERVAL
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.hf.checkpoint_folders import (
     OPTIMIZER,

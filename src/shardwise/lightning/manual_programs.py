@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from shardwise.engine.channels import StepLeft
+from shardwise.engine.step.channels import StepLeft
 from shardwise.errors import ModelError
 
 _FORMS = (

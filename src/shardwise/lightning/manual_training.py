@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.comm import Channel
 from shardwise.engine import Engine, StepReport
-from shardwise.engine.channels import StepLeft
+from shardwise.engine.step.channels import StepLeft
 from shardwise.errors import ModelError
 from shardwise.lightning.held_modules import StandIns
 from shardwise.lightning.manual_programs import ManualProgram

@@ -22,7 +22,7 @@ from shardwise.checkpoint.states import CURSOR_KEY
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_pair, a_table, agreed, understood
 from shardwise.engine import Engine
-from shardwise.engine.loss_scaling import INITIAL
+from shardwise.engine.step.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
 from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.checkpoint.contents_picture import contents_picture
-from shardwise.engine.inventory import take_inventory
+from shardwise.engine.forward.inventory import take_inventory
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan import Plan, plan_ownership
 from shardwise.plan.plan_pictures import bucket_picture, mesh_picture, step_picture

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine import Engine
-from shardwise.engine.batches import Batch
+from shardwise.engine.forward.batches import Batch
 from shardwise.errors import DivergedError
 from shardwise.train.callbacks import TrainingLoop, values_of
 from shardwise.train.config import TrainTable

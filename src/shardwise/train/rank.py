@@ -25,7 +25,7 @@ from shardwise.comm.agreement import agreed
 from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
 from shardwise.engine import parallelize
-from shardwise.engine.batches import Batch
+from shardwise.engine.forward.batches import Batch
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callback_tables import build_callbacks
 from shardwise.train.callbacks import BEGINNING, Callback, TrainingLoop

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.comm.devices import named_device
-from shardwise.engine.batches import LossWeight
-from shardwise.engine.meta_init import Initialisation, forget_initialised
-from shardwise.engine.optimizers import OptimizerFunction
+from shardwise.engine.forward.batches import LossWeight
+from shardwise.engine.model.meta_init import Initialisation, forget_initialised
+from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import ConfigError, ModelError, PlanError
 from shardwise.plan.names import any_matches, unmatched
 from shardwise.train.config import GroupTable, RunConfig

@@ -22,8 +22,8 @@ import torch
 from shardwise.comm import Channel
 from shardwise.comm.timed import CallSpan, Timed
 from shardwise.engine import Engine
-from shardwise.engine.batches import Batch, LossFunction
-from shardwise.engine.reports import EvaluationReport, StepReport
+from shardwise.engine.forward.batches import Batch, LossFunction
+from shardwise.engine.step.reports import EvaluationReport, StepReport
 from shardwise.moving.nested_exchange import exchange
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.batches import LossFunction
+from shardwise.engine.forward.batches import LossFunction
 from shardwise.train.config import RunConfig
 from shardwise.train.references import arguments_of, made, resolve
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from shardwise.comm import Channel
-from shardwise.engine.channels import DATA_AXES
 from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.step.channels import DATA_AXES
 from shardwise.errors import BatchError, MismatchError
 from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan

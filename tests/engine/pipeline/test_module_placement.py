@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.engine.pipeline.module_placement import count_work, outline_of
+from shardwise.engine.forward.outline import outline_of
+from shardwise.engine.forward.trial_runs import count_work
 from shardwise.errors import ModelError
 from shardwise.plan import Outline, Pipeline, Placement, place
 from tests.engine.formed import formed

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.reports import Counters
+from shardwise.engine.forward.counters import Counters
 from shardwise.errors import ModelError
 from tests.covering import covering
 from tests.engine.channels import GoesOnAlone

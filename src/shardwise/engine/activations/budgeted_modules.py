@@ -23,11 +23,11 @@ from shardwise.comm.agreement import a_table, understood
 from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter
 from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
-from shardwise.engine.held_meanwhile import attributes_set
-from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
-from shardwise.engine.wrapping import Forward, OfEngine
-from shardwise.engine.zero.unit_calls import unpack
+from shardwise.engine.forward.aside import attributes_set
+from shardwise.engine.forward.layers import Forward, OfEngine
+from shardwise.engine.forward.passes import unpack
+from shardwise.engine.forward.randomness import KeyedRandom
+from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.plan.activation_budget import Choice, Chosen, Measured, MeasuredCall, choose
 from shardwise.plan.units import ITSELF
 from shardwise.space import Mesh

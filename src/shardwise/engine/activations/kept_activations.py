@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
@@ -12,12 +13,11 @@ from shardwise.engine.activations.kept_outputs import overloads_of
 from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
 from shardwise.engine.activations.saved_on_host import LEAST_BYTES, HostTransfers, Offloaded
-from shardwise.engine.pipeline.module_placement import outline_of
-from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.trained_parameters import TrainedSet
-from shardwise.engine.wrapping import wrap
-from shardwise.engine.zero.uneven_microbatches import Passes
+from shardwise.engine.forward.layers import wrap
+from shardwise.engine.forward.outline import outline_of
+from shardwise.engine.forward.passes import Passes
+from shardwise.engine.forward.randomness import KeyedRandom
+from shardwise.engine.forward.trained_parameters import TrainedSet
 from shardwise.plan import Activations, Plan
 from shardwise.plan.activation_choice import meant_modules
 from shardwise.plan.units import ITSELF
@@ -45,6 +45,16 @@ def modules_of(model: nn.Module, asked: Activations) -> ActivationModules:
         for name, value in (("checkpoint", checkpoint), ("offload", offload))
     ]
     return ActivationModules(checkpoint=names[0], offload=names[1])
+
+
+class Schedule(Protocol):
+    """Says in which order a pipeline computes microbatches."""
+
+    peak_in_flight: int
+    """How many microbatches have begun and not ended, at most."""
+
+    def microbatch(self) -> int:
+        """The one that is computed now."""
 
 
 class KeptActivations:
@@ -91,12 +101,12 @@ class KeptActivations:
                 if each is not None:
                     wrap(module, each)
 
-    def follow(self, passes: Passes, runner: PipelineRunner | None) -> None:
+    def follow(self, passes: Passes, schedule: Schedule | None) -> None:
         """What is built after forwards were wrapped."""
         self._passes = passes
-        if runner is not None:
-            self._microbatch = runner.microbatch
-            self._in_flight = lambda: runner.peak_in_flight
+        if schedule is not None:
+            self._microbatch = schedule.microbatch
+            self._in_flight = lambda: schedule.peak_in_flight
         if self.transfers is not None:
             self.transfers.passes = passes
             self.transfers.microbatch = self._microbatch

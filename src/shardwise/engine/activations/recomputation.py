@@ -24,18 +24,16 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, transform
+from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, is_plain, transform
 from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
-from shardwise.engine.kept_objects import own_generators
-from shardwise.engine.pipeline.autograd_functions import seeing_modes, seen_again
-from shardwise.engine.pipeline.nested import is_plain
-from shardwise.engine.precision import meeting_dtypes
-from shardwise.engine.randomness import KeyedRandom, may_draw
-from shardwise.engine.tensor.isolated_runs import held_tensors
-from shardwise.engine.transformed_functions import is_transformed, see_transformations
-from shardwise.engine.wrapping import Forward, OfEngine
-from shardwise.engine.write_watch import SeenTensor, is_due
+from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
+from shardwise.engine.forward.kept_objects import held_tensors, own_generators
+from shardwise.engine.forward.layers import Forward, OfEngine
+from shardwise.engine.forward.precision import meeting_dtypes
+from shardwise.engine.forward.randomness import KeyedRandom, may_draw
+from shardwise.engine.forward.transforms import is_transformed, see_transformations
+from shardwise.engine.forward.writes import SeenTensor, is_due
 from shardwise.errors import ActivationsWarning, ModelError
 
 

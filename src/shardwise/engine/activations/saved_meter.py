@@ -18,10 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.nested_values import tensors_in
-from shardwise.engine.transformed_functions import is_transformed
-from shardwise.engine.wrapping import Forward, in_backward
-from shardwise.engine.zero.uneven_microbatches import Passes
-from shardwise.engine.zero.unit_calls import unpack
+from shardwise.engine.forward.layers import Forward, in_backward
+from shardwise.engine.forward.passes import Passes, unpack
+from shardwise.engine.forward.transforms import is_transformed
 from shardwise.plan.activation_budget import Choice, MeasuredCall
 
 

@@ -25,11 +25,11 @@ from torch import nn
 
 from shardwise.engine.activations.pinned_blocks import PinnedBlocks
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
-from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.transformed_functions import is_transformed
-from shardwise.engine.wrapping import Forward, OfEngine
-from shardwise.engine.zero.uneven_microbatches import Passes
-from shardwise.engine.zero.unit_calls import unpack as unpack_parameter
+from shardwise.engine.forward.layers import Forward, OfEngine
+from shardwise.engine.forward.passes import Passes
+from shardwise.engine.forward.passes import unpack as unpack_parameter
+from shardwise.engine.forward.randomness import KeyedRandom
+from shardwise.engine.forward.transforms import is_transformed
 from shardwise.errors import ModelError
 
 LEAST_BYTES = 4096

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from shardwise.engine.held_meanwhile import items_set
-from shardwise.engine.write_watch import SeenTensor, holds_same, is_small
+from shardwise.engine.forward.aside import items_set
+from shardwise.engine.forward.writes import SeenTensor, holds_same, is_small
 from shardwise.errors import ModelError
 
 

@@ -26,19 +26,13 @@ from shardwise.comm.nested_values import (
     containers_in,
     contents_of,
     filled,
+    is_plain,
     transform,
 )
-from shardwise.engine.pipeline.nested import (
-    Opaque,
-    is_plain,
-    numbers_and_texts_in,
-    token_of,
-    user_site,
-    with_numbers_and_texts,
-)
+from shardwise.engine.forward.randomness import KeyedRandom
+from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, token_of, user_site, with_numbers_and_texts
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
 from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
-from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
 # A program whose shapes never repeat would else fill the memory of every rank.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.engine.pipeline.nested import is_plain
+from shardwise.comm.nested_values import is_plain
 from shardwise.engine.pipeline.stage_values import Spec
 
 Place: TypeAlias = tuple[tuple[str, Any], ...]

@@ -14,15 +14,15 @@ is complete or a rank's own along `tp`, so the messages of gradients say it (`no
     stage 0                                       departure <-------+  own --> norm of own heads
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.comm import Channel
-from shardwise.engine.tensor.summed_gradients import Gradient, SummedGradients, Traced, resolve
-from shardwise.engine.trained_parameters import ALL, TrainedSet
+from shardwise.engine.forward.gradient_kinds import Gradient, Sources, resolve
+from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.errors import ModelError
 
 
@@ -143,10 +143,38 @@ def gradient_of(code: int) -> Gradient | None:
     return _CODES[code]
 
 
+class TracedGraph(Protocol):
+    """What the gradients of the leaves of a graph are made of."""
+
+    @property
+    def leaves(self) -> Mapping[torch.Tensor, Sources]:
+        """Parameters, and anchors of crossings."""
+
+
+class SummedTerms(Protocol):
+    """Knows which gradients of whole parameters are terms of a sum over the ranks along `tp`."""
+
+    seen: dict[str, Gradient]
+    """What graphs have shown so far, by parameter."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether graphs have reached all parameters."""
+
+    def trace(self, roots: Iterable[tuple[Any, str | int]]) -> TracedGraph:
+        """Walk a graph. roots: nodes where backward begins; with each "complete", or the number of its crossing."""
+
+    def learn(self, traced: Any, came: Mapping[int, Gradient | None]) -> None:
+        """Learn from a graph that `trace` gave; `came`: what came back for its crossings."""
+
+    def settle(self, name: str, gradient: Gradient) -> None:
+        """Note what the gradient of a parameter is on each rank."""
+
+
 class BackwardTrace:
     """The gradients of one backward on the stages of one rank."""
 
-    def __init__(self, graphs: Sequence[StageGraph]) -> None:
+    def __init__(self, graphs: Sequence[StageGraph], summed: SummedTerms) -> None:
         # A root stands for a departure: its kind is not known before the gradient comes, and is named by the
         # crossing's number. The gradient of the loss itself is complete: all ranks along `tp` compute the same loss.
         roots: list[tuple[object, str | int]] = []
@@ -154,7 +182,7 @@ class BackwardTrace:
             roots += [(root.grad_fn, root.grad_fn.crossing.number) for root in graph.roots]  # type: ignore[union-attr]
             if graph.loss is not None and graph.loss.grad_fn is not None:
                 roots.append((graph.loss.grad_fn, "complete"))
-        self.traced = Traced(roots)
+        self.traced = summed.trace(roots)
         self.came: dict[int, Gradient | None] = {}
         """The kinds of the gradients that came back so far, by the number of the crossing."""
 
@@ -167,7 +195,7 @@ class BackwardTrace:
 class GradientKinds:
     """Finds out which gradients are summed along `tp`, over the backwards of all stages."""
 
-    def __init__(self, summed: SummedGradients, tied: Iterable[str], pipeline: Channel) -> None:
+    def __init__(self, summed: SummedTerms, tied: Iterable[str], pipeline: Channel) -> None:
         """tied: whole parameters of several stages; alike on all ranks of the pipeline."""
         self._summed = summed
         self._tied = tuple(tied)
@@ -182,7 +210,7 @@ class GradientKinds:
 
     def trace(self, graphs: Sequence[StageGraph]) -> BackwardTrace | None:
         """Look at the graphs before their backward; None once all kinds are known on all ranks."""
-        return None if self._is_settled else BackwardTrace(graphs)
+        return None if self._is_settled else BackwardTrace(graphs, self._summed)
 
     def learn(self, trace: BackwardTrace) -> None:
         """Learn from a backward that has ended. Raises ModelError for parameters that no sum makes right."""

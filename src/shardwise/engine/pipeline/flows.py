@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwise.engine.forward.randomness import Stream
 from shardwise.engine.pipeline.crossings import (
     Arrival,
     BackwardTrace,
@@ -25,11 +26,10 @@ from shardwise.engine.pipeline.crossings import (
 )
 from shardwise.engine.pipeline.nested import packed, unpacked, user_site
 from shardwise.engine.pipeline.post import SAME_FORWARD, Key, MessageKind, Post, ReceivedMessage
+from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ViewMemory
-from shardwise.engine.randomness import Stream
-from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.errors import MismatchError, ModelError
 
 Purpose = Literal["step", "evaluation", "prediction", "generation"]

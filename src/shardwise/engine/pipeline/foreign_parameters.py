@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.forward.sharded_parameters import functions_of_metadata
 from shardwise.engine.pipeline.nested import user_site
-from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
 
 OF_ANOTHER_STAGE = (

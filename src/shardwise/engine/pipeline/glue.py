@@ -27,8 +27,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from shardwise.comm.local_tensors import is_dense
 from shardwise.comm.nested_values import named_leaves, tensors_in, transform
-from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
-from shardwise.engine.pipeline.autograd_functions import functions_seen
+from shardwise.engine.forward.autograd_functions import functions_seen
+from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, See
+from shardwise.engine.forward.randomness import KeyedRandom
+from shardwise.engine.forward.transforms import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
@@ -38,8 +40,6 @@ from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
-from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.transformed_functions import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
 from shardwise.errors import BatchError, ModelError
 
 LossOf = Callable[..., MicrobatchLoss]

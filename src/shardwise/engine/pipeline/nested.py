@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.nested_values import ObjectSlot, TensorSlot, transform
+from shardwise.comm.nested_values import ObjectSlot, TensorSlot, is_plain, transform
 from shardwise.errors import MismatchError, ModelError, in_words
 
 _OURS = str(Path(__file__).parents[2])
@@ -80,11 +80,6 @@ class Opaque:
         )
 
 
-_PLAIN = (
-    *(int, float, complex, str, bytes, type(None), type, enum.Enum, slice, type(Ellipsis)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
 # Bools are among them, as ints. Numbers and texts that a module gives may be others in each call, with equal inputs.
 _NUMBERS_AND_TEXTS = (int, float, complex, str)
 
@@ -106,11 +101,6 @@ def with_numbers_and_texts(value: Any, leaves: Iterable[Any]) -> Any:
     """The nested value with other numbers and texts."""
     following = iter(leaves)
     return transform(value, lambda leaf: next(following) if isinstance(leaf, _NUMBERS_AND_TEXTS) else leaf)
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a value that tells all about itself."""
-    return isinstance(leaf, _PLAIN)
 
 
 def token_of(leaf: Any) -> Hashable:

@@ -20,7 +20,11 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
-from shardwise.engine.batches import Microbatch, MicrobatchLoss, NoMoreMicrobatches, See
+from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, NoMoreMicrobatches, See, Weight
+from shardwise.engine.forward.passes import UnevenMicrobatches
+from shardwise.engine.forward.randomness import KeyedRandom, Stream
+from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
+from shardwise.engine.forward.transforms import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
@@ -28,16 +32,11 @@ from shardwise.engine.pipeline.flows import MicrobatchFlow, Paths, Purpose
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
 from shardwise.engine.pipeline.outermost_calls import OutermostCalls, given_to_all
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
+from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, here
-from shardwise.engine.randomness import KeyedRandom, Stream
-from shardwise.engine.span_recorder import SpanRecorder
-from shardwise.engine.step_exchange import Weight
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
-from shardwise.engine.transformed_functions import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
-from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError, StageReadsWarning
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after

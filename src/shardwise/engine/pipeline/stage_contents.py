@@ -18,8 +18,8 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
-from shardwise.engine.inventory import Inventory, exchange, named_places, take_over, with_values
-from shardwise.engine.packed_tensors import is_shell, shells_aside
+from shardwise.engine.forward.inventory import Inventory, exchange, named_places, take_over, with_values
+from shardwise.engine.forward.packed_tensors import is_shell, shells_aside
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
 

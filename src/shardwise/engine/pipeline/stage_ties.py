@@ -17,20 +17,19 @@ With a single microbatch the sum goes down within the backward instead (`Chain`)
     rank of stage 0   backward begins with the root:               takes a + b, adds its uses: (a + b) + c, reduced
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.inventory import Inventory
+from shardwise.engine.forward.inventory import Inventory
+from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.pipeline.stage_contents import StageParameters
-from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, TrainedSet
-from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.memory import gradient_dtype, plan_arena
@@ -78,6 +77,26 @@ def chains_of(specs: Sequence[Parameter], parameters: StageParameters) -> tuple[
     return tuple(chains)
 
 
+class KeptGradients(Protocol):
+    """The sums of the gradients of some parameters over the microbatches of a step."""
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """The parameters that have one."""
+
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
+        """Forget those of the last step."""
+
+    def view(self, name: str) -> torch.Tensor:
+        """The gradient of a parameter, in its shape."""
+
+    def place(self, name: str, gradient: torch.Tensor) -> None:
+        """Let a parameter have this gradient."""
+
+    def stop(self) -> None:
+        """No more gradients come."""
+
+
 class StageTies:
     """The parameters of several ranks of one pipeline, as one of these ranks sees them."""
 
@@ -88,11 +107,12 @@ class StageTies:
         plan: Plan,
         *,
         pipeline: Channel,
-        counters: Counters,
+        keep_gradients: Callable[[Mapping[str, nn.Parameter], Ownership, Channel], KeptGradients],
         waiting: Collection[str] = (),
     ) -> None:
         """`inventory`: of the parameters that this rank computes with; replicas move to separate memory.
 
+        keep_gradients: given parameters, their layout and a channel of this rank alone, keeps their sums.
         waiting: parameters whose values come later, by `write` or by a load.
         """
         self._channel = pipeline
@@ -112,21 +132,15 @@ class StageTies:
         # The sums of replicas are kept like gradients of any parameter, with this rank as the only owner: nothing is
         # reduced here. `over` is called by members only, so ranks without replicas may skip it.
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
-        self._gradients: dict[int, GradReduce] = {}
+        self._gradients: dict[int, KeptGradients] = {}
         """By owner: the gradients that this rank has for parameters of that rank."""
         self._handed_down: set[str] = set()
         self._layouts: dict[int, Ownership] = {}
         for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
             specs = [spec for each in self._replicas if each.trainable and each.owner == owner for spec in each.specs]
             self._layouts[owner] = plan_ownership(specs, plan.sharding, num_owners=1, num_replicas=1)
-            self._gradients[owner] = GradReduce(
-                {spec.name: self._parameters[spec.name] for spec in specs},
-                self._layouts[owner],
-                plan.precision,
-                owners=alone,
-                replicas=alone,
-                counters=counters,
-            )
+            own = {spec.name: self._parameters[spec.name] for spec in specs}
+            self._gradients[owner] = keep_gradients(own, self._layouts[owner], alone)
 
     def moved(self) -> list[str]:
         """Names of replicas that somebody gave another storage."""
@@ -153,7 +167,7 @@ class StageTies:
         return gradients.view(name) if name in gradients.touched else None
 
     @torch.no_grad()
-    def collect(self, own: GradReduce) -> None:
+    def collect(self, own: KeptGradients) -> None:
         """Bring the gradients of all ranks together in those of the owners, after the last backward.
 
         All ranks of the pipeline call it together, before `own.reduce`.
@@ -232,7 +246,7 @@ class StageTies:
             parameter.data = part
         return flat
 
-    def _give(self, owner: int, gradients: GradReduce) -> list[Work]:
+    def _give(self, owner: int, gradients: KeptGradients) -> list[Work]:
         """Send which replicas of the parameters of `owner` have a gradient, and those that they have."""
         gradients.stop()
         held = [
@@ -250,7 +264,7 @@ class StageTies:
             works.append(self._send(_flat(list(alike)), owner, "gradients"))
         return works
 
-    def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take(self, user: int, own: KeptGradients) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive the gradients that the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and self._trains(bundle) for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8)

@@ -22,11 +22,11 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import outlive_threads
-from shardwise.comm.nested_values import tensors_in
-from shardwise.engine.held_meanwhile import items_set, kept_attributes
-from shardwise.engine.pipeline.nested import is_plain, token_of
+from shardwise.comm.nested_values import is_plain, tensors_in
+from shardwise.engine.forward.aside import items_set, kept_attributes
+from shardwise.engine.forward.layers import as_compiled, is_ours, structures_of
+from shardwise.engine.pipeline.nested import token_of
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
-from shardwise.engine.wrapping import as_compiled, is_ours, structures_of
 from shardwise.errors import ModelError
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")

@@ -35,17 +35,16 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-from shardwise.engine.batches import Microbatch, MicrobatchLoss
+from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, Weight, scaled_loss
+from shardwise.engine.forward.passes import UnevenMicrobatches
+from shardwise.engine.forward.randomness import KeyedRandom, Stream
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.glue import Glue, LossOf
+from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import StageTensor
-from shardwise.engine.randomness import KeyedRandom, Stream
-from shardwise.engine.span_recorder import SpanRecorder
-from shardwise.engine.step_exchange import Weight, scaled_loss
-from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 
 

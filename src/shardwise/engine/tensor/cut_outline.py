@@ -18,9 +18,9 @@ from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import is_dtensor
-from shardwise.engine.held_meanwhile import attributes_set, parameters_set
-from shardwise.engine.inventory import named_places, place_of
-from shardwise.engine.packed_tensors import is_packed
+from shardwise.engine.forward.aside import attributes_set, parameters_set
+from shardwise.engine.forward.inventory import named_places, place_of
+from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.plan.names import BASE_LAYER, base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_placement import calls_watched, unchanged
+from shardwise.engine.forward.inventory import named_places
+from shardwise.engine.forward.layers import Forward, unwrap, wrap
+from shardwise.engine.forward.trial_runs import calls_watched, unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
-from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.plan.adapted_maps import followed_maps
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
@@ -71,7 +71,7 @@ class _Root:
         self._flow = flow
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `engine.wrapping.Wrapper`."""
+        """See `forward.layers.Wrapper`."""
         output = forward(*args, **kwargs)
         for each in _tensors_in(output):
             if (numbers := self._flow.numbers(each)) is not None:
@@ -109,7 +109,7 @@ class _Followed:
     structure = "recorded"
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `engine.wrapping.Wrapper`."""
+        """See `forward.layers.Wrapper`."""
         flow = self.flow
         assert flow is not None
         # A count, not a flag: a followed module may call another one (an adapter around its base layer).

@@ -12,7 +12,7 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, MutableSet, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -25,16 +25,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
-from shardwise.comm.nested_values import tensors_in, transform
-from shardwise.engine.held_meanwhile import kept_attributes
-from shardwise.engine.kept_objects import own_generators
-from shardwise.engine.packed_tensors import is_packed
-from shardwise.engine.pipeline.nested import is_plain
-from shardwise.engine.precision import stop_following
-from shardwise.engine.randomness import StreamSplit
+from shardwise.comm.nested_values import is_plain, tensors_in, transform
+from shardwise.engine.forward.aside import kept_attributes
+from shardwise.engine.forward.kept_objects import held_tensors, own_generators
+from shardwise.engine.forward.layers import APART, Forward, eager, package_of, strip
+from shardwise.engine.forward.packed_tensors import is_packed
+from shardwise.engine.forward.precision import stop_following
+from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
-from shardwise.engine.wrapping import APART, Forward, eager, package_of, strip
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
@@ -256,25 +255,6 @@ def _is_kept(hook: Any, way: Way) -> bool:
     if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
     return package_of(hook) in ("torch", "shardwise")
-
-
-def held_tensors(thing: Any) -> list[torch.Tensor]:
-    """The tensors in an object: in its attributes, and in what these hold."""
-    found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-    pending = [thing]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, torch.Tensor):
-            found[id(each)] = each
-        elif id(each) not in seen and not is_plain(each) and not isinstance(each, nn.Module):
-            seen.add(id(each))
-            if isinstance(each, MutableMapping):
-                pending += each.values()
-            if isinstance(each, list | tuple | MutableSet):
-                pending += each
-            pending += getattr(each, "__dict__", {}).values() if not callable(each) else []
-    return list(found.values())
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
 from shardwise.comm.nested_values import tensors_in
-from shardwise.engine.held_meanwhile import attributes_set
-from shardwise.engine.packed_tensors import first_tensor, is_packed
+from shardwise.engine.forward.aside import attributes_set
+from shardwise.engine.forward.layers import Forward, in_backward, take_off, wrap
+from shardwise.engine.forward.packed_tensors import first_tensor, is_packed
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
     ModuleRun,
@@ -48,7 +49,6 @@ from shardwise.engine.tensor.isolated_runs import (
 )
 from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
-from shardwise.engine.wrapping import Forward, in_backward, take_off, wrap
 from shardwise.errors import ModelError, ShardwiseError, in_words
 from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of

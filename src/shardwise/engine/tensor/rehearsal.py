@@ -20,15 +20,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_states
-from shardwise.engine.held_meanwhile import parameters_set
-from shardwise.engine.inventory import named_places
-from shardwise.engine.kept_objects import own_generators
-from shardwise.engine.packed_tensors import is_packed
-from shardwise.engine.pipeline.module_placement import unchanged
+from shardwise.engine.forward.aside import parameters_set
+from shardwise.engine.forward.inventory import named_places
+from shardwise.engine.forward.kept_objects import own_generators
+from shardwise.engine.forward.layers import Forward, unwrap, wrap
+from shardwise.engine.forward.outline import innermost_module
+from shardwise.engine.forward.packed_tensors import is_packed
+from shardwise.engine.forward.trial_runs import unchanged
 from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
-from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module
+from shardwise.engine.tensor.styles import STYLES, SharedInputs
 from shardwise.engine.tensor.tp_collectives import taken
-from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.errors import in_words
 from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
@@ -140,7 +141,7 @@ class _Listener:
         self._calls = calls
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `engine.wrapping.Wrapper`."""
+        """See `forward.layers.Wrapper`."""
         output = forward(*args, **kwargs)
         # Copies: the model may write in place to what it reads or gives.
         self._calls.append((_first(args, kwargs).clone(), output.clone()))
@@ -163,7 +164,7 @@ class _Prompter:
         self._calls = iter(calls)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `engine.wrapping.Wrapper`."""
+        """See `forward.layers.Wrapper`."""
         given, output = next(self._calls, (None, None))
         if given is None or output is None:
             raise RehearsalError(self._name, "it runs more often than in the whole model")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.module_placement import unchanged
+from shardwise.engine.forward.trial_runs import unchanged
 from shardwise.engine.tensor.forward_recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError, in_words

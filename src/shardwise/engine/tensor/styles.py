@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import CO_VARARGS, CO_VARKEYWORDS
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import Channel
-from shardwise.engine.held_meanwhile import attributes_set, parameters_set
+from shardwise.engine.forward.aside import attributes_set, parameters_set
+from shardwise.engine.forward.layers import Forward, at_end_of_backward, in_backward, structures_of, unwrap, wrap
+from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
-from shardwise.engine.wrapping import Forward, at_end_of_backward, in_backward, structures_of, unwrap, wrap
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import Style, TensorPlan
 from shardwise.space import even_cuts
@@ -88,7 +89,7 @@ class SharedInputs:
 
 
 class Styled(ABC):
-    """A wrapper of a module's forward (see `engine.wrapping`)."""
+    """A wrapper of a module's forward (see `forward.layers`)."""
 
     def __init__(self, name: str, style: Style, collectives: TpCollectives, shared: SharedInputs) -> None:
         self.name = name
@@ -502,19 +503,6 @@ def module_noted(model: nn.Module) -> Iterator[None]:
         if (note := note_on(model, error)) is not None:
             error.add_note(note)
         raise
-
-
-def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:
-    """The module of `model` in whose code an error was raised, by name, with its frame."""
-    # The traceback runs from the outside in, so the last frame whose `self` is a module of the model is the innermost.
-    names = {module: name for name, module in model.named_modules()}
-    innermost = None
-    while traceback is not None:
-        each = traceback.tb_frame.f_locals.get("self")
-        if isinstance(each, nn.Module) and each in names:
-            innermost = names[each], each, traceback.tb_frame
-        traceback = traceback.tb_next
-    return innermost
 
 
 def note_on(model: nn.Module, error: Exception) -> str | None:

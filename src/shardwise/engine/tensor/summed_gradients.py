@@ -17,24 +17,17 @@ it gives it: all ranks read alike what a module gives whole, each rank reads for
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.engine.forward.gradient_kinds import Gradient, Sources, resolve
+from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.tensor.tp_collectives import TpCollectives, collective_of, module_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.errors import ModelError
-
-Gradient = Literal["complete", "own", "both", "hidden"]
-"""`both`: a sum of complete ones and own ones. `hidden`: the graph does not show it."""
-
-Sources = frozenset[str | int]
-"""The terms of a gradient: complete and own gradients, gradients that come back for a crossing of this number, and
-marks. `hidden` is below a node with its own graph, `blurred` below one that mixes gradients from several sides.
-"""
 
 # Behind these in backward a gradient is of this rank's part or term. `gather_to_ranks` and `reduce_scatter` stand
 # between two own values: the gradient that they get is own too.
@@ -127,20 +120,6 @@ class Traced:
         return counts
 
 
-def resolve(sources: Sources, came: Mapping[int, Gradient | None]) -> Gradient | None:
-    """The gradient that is a sum of these. came: what came back for each crossing; None, and left out: no gradient."""
-    # A compiled node adds the gradients of all its outputs to all its inputs as far as the graph shows, so own and
-    # complete ones seem to meet in every parameter inside. Where only one kind comes in, there is no doubt.
-    kinds = {came.get(each) if isinstance(each, int) else each for each in sources} - {None, "blurred"}
-    if not kinds:
-        return None
-    if "hidden" in kinds or ("blurred" in sources and len(kinds) > 1):
-        return "hidden"
-    if kinds == {"complete"}:
-        return "complete"
-    return "own" if kinds == {"own"} else "both"
-
-
 class SummedGradients:
     """The whole parameters of a rank whose gradients are summed over the ranks along `tp`.
 
@@ -202,6 +181,10 @@ class SummedGradients:
         # One graph is always walked, for the collectives in it (`_check_collectives`).
         if (self._unseen or not self._has_learned) and loss.grad_fn is not None:
             self.learn(Traced([(loss.grad_fn, "complete")]), {})
+
+    def trace(self, roots: Iterable[tuple[Any, str | int]]) -> Traced:
+        """What the gradients of the leaves of a graph are made of. roots: see `Traced`."""
+        return Traced(roots)
 
     def learn(self, traced: Traced, came: Mapping[int, Gradient | None]) -> None:
         """Learn from a graph; `came`: what came back for its crossings. Raises as `look_at`."""

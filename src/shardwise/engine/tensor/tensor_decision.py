@@ -18,8 +18,8 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
 from shardwise.comm.local_tensors import is_dtensor
-from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
-from shardwise.engine.inventory import Inventory
+from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatch
+from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.engine.tensor.rule_inference import TensorDecision, infer_plan, sample_for

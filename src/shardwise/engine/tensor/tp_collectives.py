@@ -31,7 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Channel
-from shardwise.engine.transformed_functions import is_transformed, refusal_of_transformed
+from shardwise.engine.forward.transforms import is_transformed, refusal_of_transformed
 from shardwise.plan.tensor_plan import Ranges
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]

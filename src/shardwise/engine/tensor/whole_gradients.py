@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.comm import Channel
-from shardwise.engine.part_watch import PartWatch
+from shardwise.engine.forward.part_watch import PartWatch
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.errors import few_of

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.reports import Counters
-from shardwise.engine.write_watch import bits_in, differ_from_cast, is_small, spread_over, take_what_differs
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.writes import bits_in, differ_from_cast, is_small, spread_over, take_what_differs
 from shardwise.engine.zero.masters import MasterMemory
 from shardwise.errors import ModelError, in_words
 from shardwise.plan import Bucket, Segment, Slot

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from shardwise.engine.write_watch import FlatContents
+from shardwise.engine.forward.writes import FlatContents
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket
 
 

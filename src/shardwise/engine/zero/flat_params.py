@@ -29,14 +29,14 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import is_dtensor
-from shardwise.engine.inventory import Inventory, put_on, values_of
-from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, TrainedSet
-from shardwise.engine.write_watch import is_due
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.inventory import Inventory, put_on, values_of
+from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
+from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
+from shardwise.engine.forward.writes import is_due
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.bucket_writes import BucketWrites
 from shardwise.engine.zero.masters import master
-from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.errors import ModelError
 from shardwise.plan import Ownership, Segment, Slot
 from shardwise.plan.specs import Offload

@@ -41,15 +41,15 @@ from shardwise.comm import Channel, Work
 from shardwise.comm.agreement import a_list, texts_in, understood
 from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.inventory import take_gradient, take_gradients, values_of
-from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, TrainedSet
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.inventory import take_gradient, take_gradients, values_of
+from shardwise.engine.forward.passes import Passes
+from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers, OwnedGradients
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
 from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype

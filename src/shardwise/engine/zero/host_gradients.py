@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.kept_numbers import KeptNumbers
-from shardwise.engine.norm import divide_on_device
+from shardwise.engine.forward.kept_numbers import KeptNumbers, divide_on_device
 from shardwise.engine.zero.bucket_memory import page_locked
 from shardwise.engine.zero.flat_params import FlatParams, Mark, Owned, Run
 from shardwise.engine.zero.grad_buffers import OwnedGradients

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.inventory import Inventory
-from shardwise.engine.packed_tensors import inner_tensors
-from shardwise.engine.pipeline.module_placement import outline_of
-from shardwise.engine.pipeline.stage_contents import StageParameters
-from shardwise.engine.reports import Counters
-from shardwise.engine.transformed_functions import see_transformations
-from shardwise.engine.wrapping import wrap
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.inventory import Inventory
+from shardwise.engine.forward.layers import wrap
+from shardwise.engine.forward.outline import outline_of
+from shardwise.engine.forward.packed_tensors import inner_tensors
+from shardwise.engine.forward.passes import Passes
+from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
@@ -70,21 +69,25 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
 
 def plan_layout(
     inventory: Inventory,
-    parameters: StageParameters,
     plan: Plan,
     units: Units,
     *,
+    late: frozenset[str],
+    stage_of: Mapping[str, int],
     owners: Channel,
     replicas: Channel,
     work: Mapping[str, int] | None = None,
     num_homes: int = 1,
 ) -> OwnedLayout:
-    """The layout of what this rank owns. `inventory`: of that. work, num_homes: see `plan_ownership`."""
+    """The layout of what this rank owns. `inventory`: of that.
+
+    late: what gets gradients from several stages of the pipeline. stage_of: the stage that owns each parameter. work,
+    num_homes: see `plan_ownership`.
+    """
     # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gathers. But not
     # where the parameters are on the host, from which units are gathered.
     is_offloaded = plan.sharding.offload == "parameters" and owners.device.type != "cpu"
     stage = plan.sharding.stage if owners.size > 1 or is_offloaded else min(plan.sharding.stage, 1)
-    late = frozenset(parameters.of_several_stages())
     # A tie between stages of the pipeline stays whole: `StageTies` moves its values, and its gradient is complete only
     # at the end of the update.
     here = {spec.name for spec in inventory.specs if spec.num_elements} - late
@@ -94,7 +97,7 @@ def plan_layout(
     labels: dict[str, str] = {}
     if stage >= 2:
         for spec in inventory.specs:
-            labels[spec.name] = "several stages" if spec.name in late else f"stage {parameters.first_stage[spec.name]}"
+            labels[spec.name] = "several stages" if spec.name in late else f"stage {stage_of[spec.name]}"
         labels |= held.unit_of()
     ownership = plan_ownership(
         inventory.specs,
@@ -105,7 +108,7 @@ def plan_layout(
         work=work,
         num_homes=num_homes,
     )
-    return OwnedLayout(stage=stage, ownership=ownership, units=held, late=late, stage_of=parameters.first_stage)
+    return OwnedLayout(stage=stage, ownership=ownership, units=held, late=late, stage_of=stage_of)
 
 
 def _restricted(units: Units, names: Collection[str]) -> Units:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.part_watch import PART, Held
-from shardwise.engine.reads_between_steps import ONE_ROOT, carried_out
-from shardwise.engine.zero.sharded_params import functions_of_memory, functions_of_metadata
+from shardwise.engine.forward.part_watch import PART, Held
+from shardwise.engine.forward.reads_between_steps import ONE_ROOT, carried_out
+from shardwise.engine.forward.sharded_parameters import functions_of_memory, functions_of_metadata
 from shardwise.errors import OptimizerError
 
 NO_GRADIENT = (

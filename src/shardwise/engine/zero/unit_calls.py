@@ -15,13 +15,14 @@ gathered, and stay.
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from shardwise.comm import Work
-from shardwise.engine.wrapping import at_end_of_backward
+from shardwise.engine.forward.layers import at_end_of_backward
+from shardwise.engine.forward.passes import Backward
 from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.plan.units import Unit
 
@@ -103,14 +104,6 @@ class _Watcher(Protocol):
         """It has ended."""
 
 
-class Backward(enum.Enum):
-    """How far the backward of a call is."""
-
-    TO_COME = enum.auto()
-    RUNNING = enum.auto()
-    DONE = enum.auto()
-
-
 class UnitCall:
     """One call of a module whose backward needs its units again."""
 
@@ -181,15 +174,3 @@ class UnitCall:
 # kept as a copy, it would hold all units until their backward, which is what stage 3 is there to avoid.
 Saved: TypeAlias = tuple[torch.Tensor, UnitCall]
 """What autograd saved of a parameter in a call: a view of memory that is filled when the backward has begun."""
-
-
-def unpack(saved: Any) -> torch.Tensor:
-    """What autograd gets back of what it saved."""
-    # A tuple, told by its class: an operation saves several tensors, and each of them comes here.
-    if type(saved) is tuple:
-        # The very tensor that autograd saved: its storage has bytes again, with the same values.
-        tensor, call = saved
-        if call.backward is not Backward.RUNNING:
-            call.resume()
-        return tensor  # type: ignore[no-any-return]
-    return saved  # type: ignore[no-any-return]  # an activation, or a parameter of no unit

@@ -45,12 +45,12 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import understood
-from shardwise.engine.reports import Counters
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.passes import Backward, Joint, Passes, unpack
+from shardwise.engine.forward.sharded_parameters import Copy, sharded_class
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.engine.zero.sharded_params import Copy, sharded_class
-from shardwise.engine.zero.uneven_microbatches import Joint, Passes
-from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, UnitCall, unpack
+from shardwise.engine.zero.unit_calls import GatheredUnit, Residence, UnitCall
 from shardwise.errors import CallMismatchError, ModelError
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit

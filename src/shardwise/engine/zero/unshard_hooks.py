@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from shardwise.comm.nested_values import tensors_in, transform
-from shardwise.engine.packed_tensors import shares_memory
-from shardwise.engine.transformed_functions import is_transformed, outside_of_transformations
-from shardwise.engine.wrapping import Forward, in_backward, on_gradient
-from shardwise.engine.write_watch import SeenTensor
+from shardwise.engine.forward.layers import Forward, in_backward, on_gradient
+from shardwise.engine.forward.packed_tensors import shares_memory
+from shardwise.engine.forward.sharded_parameters import Copy, copy_of_view, refusal_of_write
+from shardwise.engine.forward.transforms import is_transformed, outside_of_transformations
+from shardwise.engine.forward.writes import SeenTensor
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
 

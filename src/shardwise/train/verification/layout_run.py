@@ -23,9 +23,9 @@ from shardwise.checkpoint import save
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine import Engine
-from shardwise.engine.batches import count_rows, split_batch
-from shardwise.engine.reports import StepReport
-from shardwise.engine.step_exchange import weigh
+from shardwise.engine.forward.batches import count_rows, split_batch
+from shardwise.engine.step.exchange import weigh
+from shardwise.engine.step.reports import StepReport
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
 from shardwise.train.verification.run_recording import GradientKey, Noted, NotedLosses, Notes, OutputKey, Recorder

@@ -21,10 +21,10 @@ from torch import nn
 from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
 from shardwise.comm.agreement import digest_of_values
-from shardwise.engine.batches import LossOfModel
-from shardwise.engine.reports import StepReport
+from shardwise.engine.forward.batches import LossOfModel
+from shardwise.engine.forward.layers import in_backward
+from shardwise.engine.step.reports import StepReport
 from shardwise.engine.tensor.tensor_decision import decide
-from shardwise.engine.wrapping import in_backward
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program

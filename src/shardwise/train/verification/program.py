@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.comm import Channel
 from shardwise.data import DataPlace, first_batches
 from shardwise.engine import Engine, parallelize
-from shardwise.engine.batch_rows import BatchRows, RowDims
-from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows, rows_of
-from shardwise.engine.optimizers import OptimizerFunction
+from shardwise.engine.forward.batch_rows import BatchRows, RowDims
+from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight, count_rows, rows_of
+from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import BatchError, ModelError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh

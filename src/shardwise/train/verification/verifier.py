@@ -19,8 +19,8 @@ from torch import nn
 
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Channel, simulate
-from shardwise.engine.batches import Batch, LossFunction, LossWeight
-from shardwise.engine.optimizers import OptimizerFunction
+from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
+from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import OptimizerError
 from shardwise.plan import Plan
 from shardwise.train.verification.error_model import ErrorModel

@@ -1,0 +1,1 @@
+"""Running averages of the weights."""

@@ -1,0 +1,97 @@
+"""torch.func inside of forwards and losses: what torch does there without asking the tensors, seen before it happens.
+
+grad, vjp, jacrev, hessian    refuse hooks of saved tensors: ours are off meanwhile, and what they watch stays
+all of them, vmap too         take the memory of their arguments: a parameter at rest (stage 3) is gathered first
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms, predispatch, pyfunctorch
+from torch.autograd import graph
+
+from shardwise.engine.forward.passes import Passes
+from shardwise.errors import ModelError
+
+_without_hooks: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+INSIDE_A_MODULE = (
+    "Transform functions in the forward of a placed module, or take the derivative there by torch.autograd.grad"
+)
+
+
+@functools.cache
+def see_transformations() -> None:
+    """From here on, in this process, torch.func works inside of forwards that an engine stands around."""
+    # By the names under which torch finds these functions: it gives no other sign that a transformation begins.
+    graph.disable_saved_tensors_hooks = _without_our_hooks  # type: ignore[assignment]
+    eager_transforms._wrap_for_grad = _gathering(eager_transforms._wrap_for_grad)  # type: ignore[attr-defined]
+    predispatch._add_batch_dim_impl = _gathering(predispatch._add_batch_dim_impl)  # type: ignore[attr-defined]
+
+
+# Asked at each operation and each call of a unit: torch's own function, and no call of Python around it.
+is_transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+"""Whether what runs now is a function that torch.func transforms: tensors are wrapped, and have no memory."""
+
+
+def refusal_of_transformed(what: str, instead: str) -> ModelError:
+    """What to say inside of a function that torch.func transforms, where `what` goes on between ranks."""
+    return ModelError(
+        f"{what} inside of a function that torch.func transforms (grad, vjp, jvp, vmap ..): its tensors have no memory "
+        f"that other ranks could get. {instead}"
+    )
+
+
+def outside_of_transformations() -> AbstractContextManager[object]:
+    """Inside, what the engine does itself is no part of a function that torch.func transforms."""
+    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed() else _NOTHING
+
+
+def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:
+    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return _without_hooks(error_message)
+    return _hooks_off(error_message)
+
+
+@contextmanager
+def _hooks_off(error_message: str) -> Iterator[None]:
+    taken = []
+    try:
+        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) and _is_ours(hooks[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            taken.append(hooks)
+            holder = getattr(hooks[0], "__self__", None)
+            passes = getattr(holder, "passes", holder)
+            if isinstance(passes, Passes):
+                passes.hold_calls()
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+            raise ModelError(
+                "a transformation of torch.func (grad, vjp, jacrev, hessian) runs in a module that runs again in "
+                "backward. torch has no such checkpoints. Leave the module out of activations.checkpoint, or take the "
+                "gradient by torch.autograd.grad"
+            )
+        with _without_hooks(error_message):
+            yield
+    finally:
+        for hooks in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _is_ours(pack: Any) -> bool:
+    return str(pack.__module__).startswith("shardwise.")
+
+
+def _gathering(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(wrap)
+    def wrapped(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and hasattr(type(tensor), "_is_sharded_param"):
+            output: torch.Tensor = type(tensor).__torch_function__(wrap, (), (tensor, *args))
+            return output
+        return wrap(tensor, *args)
+
+    return wrapped

@@ -1,0 +1,1 @@
+"""What plain programs do beside an engine: seen, and taken over or refused in words."""

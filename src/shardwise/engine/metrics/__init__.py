@@ -1,0 +1,1 @@
+"""Metrics over all rows of all ranks."""

@@ -1,0 +1,88 @@
+"""The state of all ranks under the names of the plain model, for what moves between them without a file.
+
+a rank's state                 under the names of the model                  here
+w, optimizer/w/master          w: the master, where it is held apart         a move casts
+optimizer/w/exp_avg            the same
+buffers                        also those that checkpoints leave out
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Channel
+from shardwise.comm.agreement import a_table, understood
+from shardwise.engine.model.state import EngineRestoration, HandOver, whole
+from shardwise.moving import Gathering
+from shardwise.plan.names import MASTER, split_state_name
+from shardwise.plan.saved_settings import merge_settings
+from shardwise.space import Piece
+
+Pieces = dict[Piece, torch.Tensor]
+
+
+def sources_of(handed: HandOver) -> Pieces:
+    """This rank's state, each value once: a master held apart stands for its parameter, under the parameter's name."""
+    # Another plan may hold masters apart where this one does not, or the other way round. Under one name the two
+    # meet, and the move casts.
+    masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
+    given = {_of_parameter(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
+    return given | _buffers(handed.rank.model)
+
+
+def targets_of(restoration: EngineRestoration, model: nn.Module) -> Mapping[Piece, torch.Tensor | None]:
+    """What takes them over, with buffers."""
+    wanted = {_of_parameter(piece): tensor for piece, tensor in restoration.wanted.items()}
+    return _buffers(model) | wanted
+
+
+def _of_parameter(piece: Piece) -> Piece:
+    split = split_state_name(piece.name)
+    return piece if split is None or split[1] != MASTER else replace(piece, name=split[0])
+
+
+def _buffers(model: nn.Module) -> Pieces:
+    """All buffers that are here, also those that checkpoints leave out."""
+    pieces: Pieces = {}
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            pieces |= whole(name, buffer.detach())
+    return pieces
+
+
+def stored_of_all(channel: Channel, pieces: Pieces, *, purpose: str) -> dict[str, Piece]:
+    """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it."""
+    (texts,) = Gathering(purpose).gather(channel, [json.dumps(described(pieces)).encode()])
+    tables = {id(table): table for table in _tables(texts, purpose)}  # replicas hold the same
+    return {piece.name: piece for table in tables.values() for piece in whole_pieces(table)}
+
+
+def merged_settings(texts: Sequence[bytes], *, purpose: str) -> dict[str, Any]:
+    """What `merge_settings` makes of the settings of all ranks, from their texts."""
+    return merge_settings(_tables(texts, purpose))
+
+
+def _tables(texts: Sequence[bytes], purpose: str) -> list[dict[str, Any]]:
+    """Of all ranks; those with the same text share one."""
+    known: dict[bytes, dict[str, Any]] = {}
+
+    def table(text: bytes) -> dict[str, Any]:
+        if text not in known:
+            known[text] = a_table(text)
+        return known[text]
+
+    return understood(texts, table, purpose=purpose)
+
+
+def described(pieces: Pieces) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name, dtype and shape of the whole tensors, as JSON has them."""
+    return {piece.name: (piece.dtype, piece.global_shape) for piece in pieces}
+
+
+def whole_pieces(facts: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Piece]:
+    """What `described` gave, as pieces."""
+    return [Piece(name=name, dtype=dtype, global_shape=tuple(shape)) for name, (dtype, shape) in facts.items()]

@@ -1,0 +1,1 @@
+"""Updates of the elements that a rank owns, by optimizers that know of no ranks."""

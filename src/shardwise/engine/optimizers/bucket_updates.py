@@ -1,0 +1,223 @@
+"""The update of the masters and its publication, bucket by bucket where transfers go on alone.
+
+    device   | step on bucket 0 | step on bucket 1 | step on bucket 2 |
+    link                        | gather bucket 0 ...... | gather bucket 1 ..| gather bucket 2
+
+Where masters are on the host, the host steps. A bucket moves up to the device, and on, while the next one is updated.
+
+The norm of the whole gradient is known before the first step, so nothing else holds a bucket back. `optimizer.step()`
+is then called once for each bucket, with the masters of that bucket in its groups. This must change nothing: a double
+of the optimizer is tried before. One call is made where each is seen: by a hook, a `step` on the object, or a count
+that the optimizer keeps.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from itertools import chain, compress
+from typing import Any
+
+import torch
+
+from shardwise.engine.forward.aside import attributes_set
+from shardwise.engine.forward.counters import Counters
+from shardwise.engine.forward.part_watch import Held, PartWatch
+from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
+from shardwise.engine.optimizers.known import KnownOptimizer, on_host
+from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
+from shardwise.engine.optimizers.steps import OptimizerStep
+from shardwise.engine.optimizers.trials import updates_apart
+from shardwise.engine.zero.flat_params import FlatParams, Owned
+
+_Groups = list[dict[str, list[Any]]]
+"""For each group of an optimizer its parameters, with their names where it has names."""
+
+_Part = list[tuple[torch.optim.Optimizer, _Groups]]
+"""For each optimizer the masters of one bucket, or the matrices of one round."""
+
+_Place = tuple[str, int]
+"""("bucket" or "round", its number)."""
+
+
+class BucketUpdates:
+    """Steps the optimizers of a rank, and gives the new values to all ranks."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[KnownOptimizer],
+        buffers: FlatParams,
+        matrices: MatrixUpdates | None,
+        *,
+        has_parts: bool,
+    ) -> None:
+        """has_parts: whether a rank updates some elements only, or some parameters."""
+        self._known = optimizers
+        for each in buffers.buckets:
+            each.master_memory.has_others = has_parts
+        device = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
+        watch = partial(watched, buffers=buffers, has_parts=has_parts)
+        # The doubles of its trials are made while no parameter has a gradient.
+        with on_host([each.optimizer for each in optimizers]) if buffers.is_offloaded else nullcontext():
+            self._steps = {
+                each.optimizer: OptimizerStep(each.optimizer, device or torch.device("cpu"), watch)
+                for each in optimizers
+            }
+        self._buffers = buffers
+        self._matrices = matrices
+        self._parts: dict[TrainedSet, dict[_Place, _Part] | None] = {}
+        """For what is trained. None where the update is made at once."""
+
+    def run(
+        self,
+        counters: Counters,
+        trained: TrainedSet = ALL,
+        *,
+        gradients: Mapping[str, torch.Tensor],
+        touched: Collection[str],
+        at_once: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Step the optimizers of what is trained on the gradients of the masters, and publish the masters.
+
+        gradients, touched: see `MatrixUpdates.carry_out`. at_once: optimizers step once, for all that they have.
+        meanwhile: see `FlatParams.publish`.
+        """
+        stepping = self._known
+        with ExitStack() as stack:
+            if (chosen := trained.chosen) is not None:
+                stepping = [each for each in stepping if not chosen.isdisjoint(chain(*each.parameters))]
+                for known in stepping:
+                    stack.enter_context(_only_groups(known, chosen))
+            optimizers = [known.optimizer for known in stepping]
+            if self._buffers.is_offloaded:
+                stack.enter_context(on_host(optimizers))
+            parts = None if at_once else self._parts_of(trained, optimizers)
+            if parts is None:
+                self._step_at_once(optimizers, gradients, touched)
+                self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
+            else:
+                update, rounds = self._step_in_parts(optimizers, parts, gradients, touched)
+                self._buffers.publish(counters, trained=trained, before=update, meanwhile=meanwhile)
+                deque(rounds, maxlen=0)  # no bucket waits for the last ones where few are trained
+
+    def _step_at_once(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        gradients: Mapping[str, torch.Tensor],
+        touched: Collection[str],
+    ) -> None:
+        def step(_: int) -> None:
+            for optimizer in optimizers:
+                self._steps[optimizer]()
+
+        if self._matrices is None:
+            step(0)
+        else:
+            deque(self._matrices.carry_out(gradients, touched, step, at_once=True), maxlen=0)
+
+    def _step_in_parts(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parts: Mapping[_Place, _Part],
+        gradients: Mapping[str, torch.Tensor],
+        touched: Collection[str],
+    ) -> tuple[Callable[[int], None], Iterator[int]]:
+        """Begin an update in parts; returns what gives the masters of a bucket their new values, and the rounds."""
+        held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
+        for optimizer in optimizers:
+            # As always once per update, also where this rank has nothing for it: it may count them.
+            if id(optimizer) not in held:
+                self._steps[optimizer]()
+
+        def step(kind: str, number: int) -> None:
+            for optimizer, groups in parts.get((kind, number), ()):
+                _step_on(optimizer, groups, self._steps[optimizer])
+
+        if self._matrices is None:
+            return partial(step, "bucket"), iter(())
+        last_rounds = self._matrices.last_rounds
+        rounds = self._matrices.carry_out(gradients, touched, partial(step, "round"), at_once=False)
+        num_over = next(rounds)
+
+        def update(bucket: int) -> None:
+            nonlocal num_over
+            step("bucket", bucket)
+            while num_over < last_rounds.get(bucket, 0):
+                num_over = next(rounds)
+
+        return update, rounds
+
+    def _parts_of(
+        self, trained: TrainedSet, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Mapping[_Place, _Part] | None:
+        """What each bucket and each round has of the optimizers; None where the update is made at once."""
+        if trained not in self._parts:
+            if len(self._parts) > MOST_TRAINED:
+                self._parts.clear()
+            self._parts[trained] = self._find_parts(optimizers)
+        return self._parts[trained]
+
+    def _find_parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[_Place, _Part] | None:
+        if not self._buffers.publishes_in_parts and self._matrices is None:
+            return None
+        device = next((each.master.device for each in self._buffers.buckets if each.plan.trainable), None)
+        # Not asked of other ranks, which try the same optimizers.
+        if device is None or not all(updates_apart(each, device) for each in optimizers):
+            return None
+        place_of = {each.parameter: self._place_of(each) for each in self._buffers.updated}
+        parts: dict[_Place, _Part] = {}
+        for place in dict.fromkeys(place_of.values()):
+            for optimizer in optimizers:
+                groups = [
+                    _chosen(group, [place_of[each] == place for each in group["params"]])
+                    for group in optimizer.param_groups
+                ]
+                if any(group["params"] for group in groups):
+                    parts.setdefault(place, []).append((optimizer, groups))
+        return parts
+
+    def _place_of(self, each: Owned) -> _Place:
+        number = None if self._matrices is None else self._matrices.round_of(each)
+        return ("bucket", self._buffers.bucket_of(each)) if number is None else ("round", number)
+
+
+def _only_groups(known: KnownOptimizer, chosen: frozenset[str]) -> AbstractContextManager[None]:
+    """Inside, the optimizer has only the groups with something that is chosen, here or on another rank."""
+    # An optimizer may count the steps of a group, whether or not its parameters have gradients.
+    pairs = zip(known.optimizer.param_groups, known.parameters, strict=True)
+    left = [group for group, names in pairs if not chosen.isdisjoint(names)]
+    return attributes_set(known.optimizer, {"param_groups": left})
+
+
+def _chosen(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, list[Any]]:
+    return {key: list(compress(group[key], chosen)) for key in ("params", "param_names") if key in group}
+
+
+def _step_on(optimizer: torch.optim.Optimizer, groups: _Groups, step: OptimizerStep) -> None:
+    """Step on some of the parameters of an optimizer."""
+    # The groups stay the same objects, for schedulers; so do their lists of parameters afterwards.
+    before = [{key: group[key] for key in part} for group, part in zip(optimizer.param_groups, groups, strict=True)]
+    _put(optimizer, groups)
+    try:
+        step()
+    finally:
+        _put(optimizer, before)
+
+
+def _put(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:
+    for group, part in zip(optimizer.param_groups, groups, strict=True):
+        group.update(part)
+
+
+def watched(optimizer: torch.optim.Optimizer, *, buffers: FlatParams, has_parts: bool) -> AbstractContextManager[None]:
+    """Around a step of the optimizer. has_parts: whether some rank updates elements only, or some parameters."""
+    # Where a rank has all in one memory, code of the user has what a plain program has.
+    stale = {each.working.untyped_storage()._cdata for each in buffers.buckets if each.has_master or buffers.is_shared}
+    if not stale and not has_parts:
+        return nullcontext()
+    held: list[Held] = []
+    for at, each in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        is_part = has_parts and each._place.is_part
+        held += [(each, is_part, at), (each if each.grad is None else each.grad, is_part, at)]
+    return PartWatch(held if has_parts else [], stale=stale).around(optimizer)

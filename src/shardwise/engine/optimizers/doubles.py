@@ -1,0 +1,270 @@
+"""Doubles of optimizers, which update small tensors in trials: one group each, and the state that it had.
+
+an optimizer with groups      for each group, and each kind of state in it    a `Case`
+a case, a few tensors         steps on made gradients                         the moves of each step
+"""
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
+from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell, rebuilt
+from shardwise.engine.optimizers.known import keys_not_along, reachable
+from shardwise.errors import OptimizerError, few_of
+from shardwise.plan.nested_state import flat_state, nested_state
+
+_LATE = 5_040_000
+"""2^7 * 3^2 * 5^4 * 7. float32 counts so far."""
+_SIZES = (1.0, 1.0, 1.0, 1.0, 1e-2, 1e3, 1.0)
+"""Of gradients, step by step."""
+_ALONE = threading.RLock()
+"""The stance is the process's: threads that set it and put it back in turns could leave it eager for ever."""
+
+Step = Callable[[torch.optim.Optimizer], Any]
+Moves = list[torch.Tensor]
+"""For each step by how much it moved the values, flat."""
+_Counts = dict[tuple[Any, ...], tuple[Any, Any, float]]
+"""By the way that leads to a number: what holds it, under which key, and the number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One way in which an optimizer updates: a group, and state that some of its parameters came with."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    state: Mapping[str, Any]
+    device: torch.device
+
+
+def cases_of(
+    optimizer: torch.optim.Optimizer, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
+) -> list[Case]:
+    """All ways of an optimizer, or of some of its groups."""
+    cases: list[Case] = []
+    for group in optimizer.param_groups if groups is None else groups:
+        # Some note in the state of a parameter how they update it, before the first step.
+        states: dict[Any, Mapping[str, Any]] = {}
+        for parameter in group["params"]:
+            if state := dict.get(optimizer.state, parameter):  # as it is: see `StateOfMasters`
+                states.setdefault(kind_of(state), state)
+        every: Sequence[Mapping[str, Any]] = [*states.values()] or [{}]
+        cases += [Case(optimizer=optimizer, group=group, state=state, device=device) for state in every]
+    return cases
+
+
+def kind_of(state: Mapping[str, Any]) -> object:
+    """What tells apart states by which an optimizer updates differently."""
+    return tuple(state), tuple(each for each in state.values() if type(each) in (bool, str))
+
+
+def with_shells(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State of a parameter as the optimizer keeps it: where it has a subclass around tensors, these come into one.
+
+    like: a tensor with the parameter's shape, dtype and device. state: with keys such as `exp_avg.codes`. Raises
+    OptimizerError where some of them are missing.
+    """
+    if not any("." in key for key in state):
+        return dict(state)
+    # Which class it is, and what else it holds, the optimizer alone knows: a double updates such a parameter.
+    case = Case(optimizer=optimizer, group=group, state={}, device=like.device)
+    with random_numbers_kept(like.device), torch.enable_grad():
+        zeros = torch.zeros_like(like)
+        double, _ = run_double(case, [[zeros, zeros]], num_steps=1, late=False)
+    made = double.state[double.param_groups[0]["params"][0]]
+    found = dict(state)
+    for key, value in made.items():
+        if isinstance(value, torch.Tensor) and is_shell(value):
+            parts = {path: found.pop(f"{key}.{path}", None) for path in inner_by_path(value)}
+            if lost := sorted(path for path, part in parts.items() if part is None):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, and the state that is "
+                    f"loaded has none of its parts {few_of(lost)}. Load the state of this optimizer, or the weights "
+                    "alone"
+                )
+            found[key] = rebuilt(value, parts)
+    return found
+
+
+def trial_tensors(shape: Sequence[int], num_steps: int, *, seed: int = 0, steady: bool = False) -> list[torch.Tensor]:
+    """A parameter and its gradients. In float64, so that updates of any size differ from rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    values, direction, *noises = torch.randn(num_steps + 2, *shape, dtype=torch.float64, generator=generator)
+    # They have a direction in common: some optimizers look for one. `steady`: or wait until nothing changes.
+    gradients = [direction if steady else (direction + each) * size for each, size in zip(noises, cycle(_SIZES))]
+    return [values, *gradients]
+
+
+def alike_runs(
+    case: Case, runs: Sequence[Sequence[Sequence[torch.Tensor]]], num_steps: int, *, late: bool = True
+) -> list[Moves]:
+    """What doubles do to several sets of parameters, with late steps where they can be."""
+    try:
+        return [run_double(case, each, num_steps=num_steps, late=late)[1] for each in runs]
+    except Exception:  # a count may be a place in a list, or more than the optimizer can bear
+        return [run_double(case, each, num_steps=num_steps, late=False)[1] for each in runs]
+
+
+def run_double(
+    case: Case,
+    stretches: Sequence[Sequence[torch.Tensor]],
+    *,
+    num_steps: int,
+    late: bool,
+    step: Step = lambda double: double.step(),
+) -> tuple[torch.optim.Optimizer, Moves]:
+    """Run a double on trial parameters: the double, and the moves of its steps.
+
+    stretches: for each parameter its values, and then its gradients. late: make three late steps at the end.
+    """
+    double = _double(case, [values for values, *_ in stretches])
+    parameters = double.param_groups[0]["params"]
+    before = torch.cat([values.reshape(-1) for values, *_ in stretches])
+    moves: Moves = []
+    counts: list[_Counts] = []
+    devices = [torch.device("cpu"), *([case.device] if case.device.type not in ("cpu", "meta") else [])]
+    drawn = [(device, random_states(device)) for device in devices]
+    for number in range(num_steps + (3 if late else 0)):
+        if late and number == num_steps:
+            _set_late(*counts)
+        for parameter, (_, *gradients) in zip(parameters, stretches, strict=True):
+            # A new tensor each time: some take it away, or write to it.
+            parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
+        # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
+        with _ALONE, torch.compiler.set_stance("force_eager"):
+            # What draws noise draws the same for the first parameter, whatever comes after it. Not by a seed, which
+            # torch gives to every device.
+            for device, kept in drawn:
+                set_random_states(device, kept)
+            try:
+                step(double)
+            except Exception:
+                # Its class may make state when it is built, and a relayout has taken that of the original. Or the state
+                # that is there fits the shape of its parameter only.
+                if number or not _start_again(case, double):
+                    raise
+                step(double)
+        if late and num_steps - 3 <= number < num_steps:
+            counts.append(_counts_of(double))
+        if case.device.type != "meta":
+            now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])
+            moves.append(now - before)
+            before = now
+    for device, kept in drawn:  # the next run begins as this one did
+        set_random_states(device, kept)
+    return double, moves
+
+
+def _double(case: Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """A double of the optimizer, over parameters with these values."""
+    optimizer, group, device = case.optimizer, case.group, case.device
+    # Not built anew, because constructors differ; not `deepcopy`, which would copy the user's parameters and moments.
+    double: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+            setattr(double, name, OrderedDict())  # hooks of the user are not for trials
+        elif name not in ("step", "state", "param_groups"):  # a scheduler's wrapper is bound to the original
+            setattr(double, name, _own(value))
+    parameters = [nn.Parameter(each.to(device, copy=True)) for each in values]
+    double.state = defaultdict(dict)
+    double.param_groups = [{**{name: _own(each) for name, each in group.items() if name != "params"}}]
+    double.param_groups[0]["params"] = parameters
+    if "lr" in group:  # a warm-up may start at 0, where every optimizer looks the same
+        double.param_groups[0]["lr"] = torch.full_like(group["lr"], 0.1) if torch.is_tensor(group["lr"]) else 0.1
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):  # of no parameter
+            double.state[key] = deepcopy(value)
+    if case.state:
+        # An optimizer that makes its state when it is built (Adagrad before torch 2.12) shows what a fresh one has.
+        not_along = keys_not_along(optimizer.state)
+        for parameter in parameters:
+            double.state[parameter] = nested_state(
+                {
+                    key: torch.ones_like(parameter)
+                    if isinstance(value, torch.Tensor) and key not in not_along
+                    else reachable(deepcopy(value), device)
+                    for key, value in flat_state(case.state).items()
+                }
+            )
+    return double
+
+
+def _start_again(case: Case, double: torch.optim.Optimizer) -> bool:
+    """Give a double that failed at its first step the state of a new optimizer; whether that may help."""
+    parameters = double.param_groups[0]["params"]
+    optimizer = case.optimizer
+    try:
+        made = dict(type(optimizer)(parameters, **optimizer.defaults).state)
+    except Exception:  # constructors differ, and may raise anything
+        made = {}
+    for parameter in parameters:
+        double.state.pop(parameter, None)
+    double.state.update(made)
+    return bool(made or case.state)
+
+
+def _own(value: Any, depth: int = 0) -> Any:
+    """The value for a double, which may write to it: a count is often a tensor of one element, or in a dict."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() == 1 and not isinstance(value, nn.Parameter) else value
+    if not isinstance(value, dict | list | set):
+        return value
+    made = copy(value)
+    if depth < 3 and isinstance(made, dict | list):
+        for at, each in list(made.items() if isinstance(made, dict) else enumerate(made)):
+            made[at] = _own(each, depth + 1)
+    return made
+
+
+def _counts_of(double: torch.optim.Optimizer) -> _Counts:
+    """The whole numbers that a double keeps."""
+    return {way: entry for way, entry in numbers_of(double).items() if entry[2].is_integer()}
+
+
+def numbers_of(double: torch.optim.Optimizer) -> _Counts:
+    """The numbers that a double keeps: in its group, 0, in states, and as attributes, ""."""
+    found: _Counts = {}
+
+    def look(container: Any, way: tuple[Any, ...]) -> None:
+        for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            if isinstance(value, dict | list):
+                if len(way) < 5:
+                    look(value, (*way, key))
+            elif type(value) in (int, float) or (torch.is_tensor(value) and value.numel() == 1):
+                found[*way, key] = container, key, float(value)
+
+    for at, each in enumerate([*double.param_groups, *double.state.values()]):
+        if isinstance(each, dict):
+            look(each, (at,))
+    own = {"state", "param_groups", "defaults"}
+    for key, value in vars(double).items():
+        if isinstance(value, dict | list) and key not in own:
+            look(value, ("", key))
+        elif type(value) in (int, float):
+            found["", key] = vars(double), key, float(value)
+    return found
+
+
+def _set_late(*counts: _Counts) -> None:
+    """Set all numbers that rose by the same in each of the last steps so late that two steps lead to `_LATE`."""
+    first, second, last = counts
+    rising = []
+    for way, (container, key, number) in last.items():
+        if way in first and way in second:
+            rise = number - second[way][2]
+            if rise > 0 and rise == second[way][2] - first[way][2]:
+                rising.append((container, key, number, rise))
+    ahead = _LATE - 2 - max((number / rise for *_, number, rise in rising), default=0.0)
+    for container, key, number, rise in rising:
+        value, to = container[key], number + rise * int(ahead)
+        container[key] = torch.full_like(value, to) if torch.is_tensor(value) else type(value)(to)

@@ -1,0 +1,222 @@
+"""The norm of the whole gradient, and the clip by it: every element counts once, on any rank.
+
+Squares that the ranks of a mesh of 2 owners, 2 replicas and tp = 2 count; `w` is cut along tp, `b` is whole on both:
+
+                 tp 0            tp 1
+    owner 0      w 9  + b 16     w 1       the b of tp 1 is the same tensor once more
+    owner 1      w 4  + b 4      w 2
+    replicas     0               0         of the same masters; so for both owners
+
+    exchange     25 + 8 + 1 + 2 = 36       norm 6.0 on every rank
+
+Squares are summed in float64, which makes the float32 norm independent of the cut. Where one data rank has whole
+gradients the norm is that of one process to the last bit, and so is taken as torch takes it: norms of the parameters
+first, then the norm of these, in torch's order (`norms_of`, `total_of_norms`).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain, pairwise
+from typing import TypeAlias
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from shardwise.engine.forward.kept_numbers import KeptNumbers
+from shardwise.engine.step.exact_sums import Numbers, exact_sum
+from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
+
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements converted to float64 at a time: 2 MiB, which stay in cache."""
+
+
+def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float, device: torch.device) -> float:
+    """Divide gradients in place, and sum |g|^2 over all elements of those that count; runs: with whether they do."""
+    return squares_of_atoms(((run, 0 if counts else ~0) for run, counts in runs), divisor, device, num_atoms=1)[0]
+
+
+def squares_of_atoms(
+    runs: Iterable[tuple[torch.Tensor, int]], divisor: float, device: torch.device, *, num_atoms: int
+) -> list[float]:
+    """Divide gradients in place, and sum |g|^2 over all elements of each atom.
+
+    runs: flat gradients with the number of their atom, below 0 where they do not count; padding between them is
+    divided too. The sums are taken in float64, so that they do not depend on how elements are cut over ranks. Both are
+    done block by block, while a block is in the cache.
+    """
+    block = torch.empty(0, dtype=torch.float64, device=device)
+    squares: list[torch.Tensor] = []
+    atoms: list[int] = []
+    # One pass over memory for the division and the sum: gradients are too large for the cache, and each pass over
+    # them costs as much as the arithmetic.
+    for flat, spans in _blocks(runs):
+        if divisor != 1:
+            flat.div_(divisor)
+        if not spans:
+            continue
+        if not block.numel():
+            block = block.new_empty(_BLOCK_ELEMENTS)
+        if flat.is_complex():
+            flat, spans = torch.view_as_real(flat).view(-1), [(2 * a, 2 * b, atom) for a, b, atom in spans]
+        double = block[: flat.numel()]
+        double.copy_(flat)
+        # Stays a tensor: a Python float per block would wait for the device each time.
+        squares += [torch.dot(each, each) for each in _cut(double, spans)]
+        atoms += [atom for *_, atom in spans]
+    # Added one after the other, in the order of the runs.
+    sums = [0.0] * num_atoms
+    for atom, square in zip(atoms, torch.stack(squares).tolist() if squares else (), strict=True):
+        sums[atom] += square
+    return sums
+
+
+_Span: TypeAlias = tuple[int, int, int]
+"""From, to, and the atom."""
+
+
+def _blocks(runs: Iterable[tuple[torch.Tensor, int]]) -> Iterator[tuple[torch.Tensor, list[_Span]]]:
+    """The memory of all runs in parts of at most a block, and the spans in each that count.
+
+    A call of torch costs the host some microseconds, whatever the size: small runs with nothing but padding between
+    them are one part.
+    """
+    first, num_elements, spans, storage = torch.empty(0), 0, list[_Span](), 0
+    for run, atom in runs:
+        most = _BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS
+        size, held = run.numel(), run.untyped_storage()._cdata
+        at = int(run.storage_offset()) - int(first.storage_offset())
+        if not (
+            held == storage
+            and run.dtype == first.dtype
+            and 0 <= at - num_elements < ALIGNMENT_ELEMENTS
+            and at + size <= most
+        ):
+            if num_elements:
+                yield first.as_strided((num_elements,), (1,)), spans
+            *full, first = run.split(most)
+            for each in full:
+                yield each, [(0, most, atom)] if atom >= 0 else []
+            at, size, spans, storage = 0, first.numel(), [], held
+        if atom >= 0:
+            spans.append((at, at + size, atom))
+        num_elements = at + size
+    if num_elements:
+        yield first.as_strided((num_elements,), (1,)), spans
+
+
+def _cut(flat: torch.Tensor, spans: Sequence[_Span]) -> Sequence[torch.Tensor]:
+    if len(spans) == 1:
+        return [flat[slice(*spans[0][:2])]]
+    ends = [0, *chain.from_iterable(span[:2] for span in spans), flat.numel()]
+    parts: Sequence[torch.Tensor] = flat.split([stop - start for start, stop in pairwise(ends)])
+    return parts[1::2]
+
+
+def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype in which torch takes their norm in one process: the widest, real, float32 at least."""
+    return reduce(torch.promote_types, (each.to_real() for each in gradients), torch.float32)
+
+
+def norm_of(squares: Sequence[float] | Numbers, dtype: torch.dtype) -> float:
+    """The 2-norm from the ranks' sums of squares, rounded to `dtype`: the same on every rank, for every partition.
+
+    The sum is exact up to float64 rounding of each rank's share, some 1e-16 of it, far below half a float32 step.
+    """
+    total = exact_sum(squares)
+    return float(torch.tensor(math.sqrt(total), dtype=dtype)) if math.isfinite(total) else math.nan
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of tensors of one dtype each, in the order in which torch goes through them."""
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
+    return [indices for _, indices in grouped.values()]
+
+
+def _alike(numbers: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[list[int]]:
+    """The parameters of one dtype each, in the order in which torch adds their norms."""
+    # The gradients themselves are on other stages. Torch groups tensors by dtype before it stacks their norms, and
+    # the order of the stack decides the last bit: tensors without elements make it group alike.
+    stand_ins = [torch.empty(0, dtype=dtypes[at], device=device) for at in numbers]
+    return [[numbers[at] for at in alike] for alike in _groups(stand_ins)]
+
+
+def clip_values(parts: Sequence[torch.Tensor], most: float) -> None:
+    """Bring every element between -most and most, as `torch.nn.utils.clip_grad_value_` does; flat memory."""
+    if parts:
+        torch._foreach_clamp_min_(list(parts), -most)
+        torch._foreach_clamp_max_(list(parts), most)
+
+
+# The host reads none of these ---------------------------------------------------------------------------------------
+
+
+def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torch.Tensor, of: str = "") -> None:
+    """The 2-norm of all elements in float64, as one number on the device; `of`: names its places."""
+    if not runs:
+        out.zero_()
+        return
+    # One call for all runs: block by block, as on the CPU, the launches would grow with the elements. It takes a place
+    # for each norm by itself, and torch has none that does not.
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in runs]
+    norms = torch._foreach_norm(real, 2, torch.float64)
+    torch.linalg.vector_norm(_stacked(norms, kept, of), out=out)
+
+
+def norms_of(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The 2-norm of each gradient by its place, in the order in which `torch.nn.utils.get_total_norm` adds them."""
+    norms: dict[int, torch.Tensor] = {}
+    for alike in _groups(gradients):
+        norms |= zip(alike, torch._foreach_norm([gradients[at] for at in alike]), strict=True)
+    return norms
+
+
+def total_of_each(norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, of: str = "") -> torch.Tensor:
+    """The 2-norm of gradients from `norms_of`, or from some of them, as `get_total_norm` takes it, bit for bit."""
+    # What torch does, but for the places.
+    if not norms:
+        return kept.place(f"norm{of}", dtype=torch.float32).zero_()
+    return _norm_of(_stacked(list(norms.values()), kept, of), kept, of)
+
+
+def total_of_norms(
+    norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, dtypes: Sequence[torch.dtype], of: str = ""
+) -> torch.Tensor:
+    """As `total_of_each`, equal to it to the bit, from norms that came from other ranks.
+
+    `norms`: in float64, which holds them exactly, by the number of the parameter. `dtypes`: of the gradients of all
+    parameters.
+    """
+    if not norms:
+        return kept.place(f"norm{of}", dtype=torch.float32).zero_()
+    known = sorted(norms)
+    order = [at for alike in _alike(known, dtypes, kept.device) for at in alike]
+    dtype = reduce(torch.promote_types, (dtypes[at].to_real() for at in known))
+    stacked = _stacked([norms[at] for at in order], kept, of)
+    narrow = kept.place(f"norms in their dtype{of}", len(order), dtype=dtype).copy_(stacked)
+    return _norm_of(narrow, kept, of)
+
+
+def _stacked(norms: Sequence[torch.Tensor], kept: KeptNumbers, of: str) -> torch.Tensor:
+    dtype = reduce(torch.promote_types, {each.dtype for each in norms})
+    return torch.stack(list(norms), out=kept.place(f"norms{of}", len(norms), dtype=dtype))
+
+
+def _norm_of(norms: torch.Tensor, kept: KeptNumbers, of: str) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, out=kept.place(f"norm{of}", dtype=norms.dtype))
+    return norm
+
+
+def clip(parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, kept: KeptNumbers) -> None:
+    """Scale gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does; flat memory.
+
+    norm: in the dtype that torch would have, in which the factor is rounded. They stay as they are where it is nan.
+    """
+    if not parts:
+        return
+    # The operations of torch, so that the factor has the same bits, but for the last: the smaller one that is no nan.
+    factor = torch.add(norm, 1e-6, out=kept.place("factor of the clip", dtype=norm.dtype))
+    torch.fmin(factor.reciprocal_().mul_(max_norm), kept.one(norm.dtype), out=factor)
+    if factor.device.type == "cpu" and factor == 1:  # a pass over memory that changes nothing
+        return
+    torch._foreach_mul_(list(parts), factor)

@@ -1,0 +1,122 @@
+"""What steps and evaluations report, and what an engine counts.
+
+On a device the host learns the figures of a step when they have come, or when somebody looks:
+
+    report = engine.step(batch)     loss  --  grad_norm  --  skipped  --     empty: the device still computes them
+    report.loss                     loss 1.5  grad_norm 2.0  skipped False   the first look waits, and fills all
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.comm.rank_values import RankValues
+from shardwise.engine.forward.counters import FilledOnLook
+from shardwise.engine.telemetry.rank_times import RankTimes, rank_times, slowest
+
+
+class _ValuesOnLook(FilledOnLook):
+    __slots__ = ("_times", "_values")
+    _values: Callable[[], Mapping[str, Any]]
+    _times: Sequence[RankValues]
+
+    def _on_look(self, name: str) -> Any:
+        try:
+            values = self._values
+        except AttributeError:  # another thread, which logs, has looked meanwhile
+            return object.__getattribute__(self, name)
+        for found, value in values().items():
+            object.__setattr__(self, found, value)
+        with suppress(AttributeError):
+            object.__delattr__(self, "_values")  # and what it holds on the device
+        return object.__getattribute__(self, name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport(_ValuesOnLook):
+    """One update, in numbers that are the same on every rank.
+
+    On a device the first look at one of the numbers waits until the device has computed them.
+    """
+
+    loss: float
+    """Weighted mean of the losses of all microbatches on all data ranks, before the update."""
+    grad_norm: float
+    """2-norm of the averaged gradient before the clip, every element counted once; nan when it is not finite."""
+    skipped: bool
+    """True when the gradient was not finite: parameters and optimizer state are as before."""
+    weight: float
+    """What the losses were weighted by, summed: rows, or what `loss_weight` counts."""
+    num_microbatches: int
+    """Microbatches of this rank: in a list that was given to it, or in equal parts the same on all ranks."""
+    stop: bool = False
+    """Whether `stop` of `step` was true on some rank."""
+    loss_scale: float | None = None
+    """What the losses were multiplied by for their backward; None where the plan scales none."""
+    losses: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Weighted means of what the loss function gives in a dict, and the loss as "loss"."""
+    norms: Mapping[str, float] | None = field(default=None, hash=False)
+    """2-norms of the parts that `step(norms=...)` asked for, each as `grad_norm`; None where it asked for none."""
+
+    @property
+    def ranks(self) -> tuple[RankTimes, ...]:
+        """What every rank did with its time, from the close of the step before to that of this one.
+
+        A step closes where ranks agree on its norm, before the update: that counts in the next one. Empty on a device
+        until its first step is over, and in a copy of a report. No look waits for a device.
+        """
+        return rank_times(self._times) if getattr(self, "_times", ()) else ()
+
+    @property
+    def slowest(self) -> tuple[int, ...]:
+        """The ranks for which the others waited, the slowest first: at most three, and none where all were alike.
+
+        They were busy more than 1.1 times as long as the middle one.
+        """
+        return slowest(self.ranks)
+
+
+def report_on_look(
+    values: Callable[[], Mapping[str, Any]],
+    *,
+    num_microbatches: int,
+    stop: bool,
+    is_scaled: bool = False,
+    has_norms: bool = False,
+    times: Sequence[RankValues] = (),
+) -> StepReport:
+    """A report whose other fields are what `values` gives at the first look.
+
+    is_scaled: `loss_scale` is one of them. has_norms: `norms` is.
+
+    times: what all ranks have packed of theirs.
+    """
+    report = object.__new__(StepReport)
+    # Past the constructor, which would want all fields, and past the refusal of a frozen class.
+    for name, value in (
+        ("num_microbatches", num_microbatches),
+        ("stop", stop),
+        ("_values", values),
+        ("_times", times),
+    ):
+        object.__setattr__(report, name, value)
+    if not is_scaled:
+        object.__setattr__(report, "loss_scale", None)
+    if not has_norms:
+        object.__setattr__(report, "norms", None)
+    return report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationReport:
+    """One evaluated batch, in numbers that are the same on every rank."""
+
+    loss: float
+    """Weighted mean of the losses of all rows on all data ranks."""
+    weight: float
+    """What the losses were weighted by, summed."""
+    losses: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """As in `StepReport`."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Of all rows on all data ranks, by the names that `evaluate` was given: numbers, else tensors on the CPU."""

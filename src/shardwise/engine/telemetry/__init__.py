@@ -1,0 +1,1 @@
+"""What steps cost in time and memory, on each rank."""

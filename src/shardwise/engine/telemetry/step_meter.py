@@ -1,0 +1,204 @@
+"""Measures where the time of this rank goes, for the message that closes a step (`rank_times`).
+
+CPU       begin |  now - now before = compute + waits  | packed, end          the channel's tally has the waits
+device    begin (e)  .. (e) wait (e) ..                (e) packed   end (e)   events (e) on the stream; the host asks
+                                                                              for times in later steps, as they pass
+"""
+
+import math
+import resource
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from shardwise.comm import Channel
+from shardwise.comm.accelerators import peak_memory
+from shardwise.comm.tally import Counted, DeviceSpan, tally_of
+from shardwise.engine.telemetry.rank_times import RankTimes
+
+_PEAK_SECONDS = 1.0
+"""How often the peak of memory is looked up: devices make a table of all that they count."""
+_MOST_PENDING = 64
+"""Steps that a device may be behind before the oldest is forgotten."""
+
+
+class HostMeter:
+    """Of a rank on the CPU, by the clock of its tally."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._tally = tally_of(channel)
+        self._peak = _Peak(channel)
+        self._rank, self._num_ranks = channel.rank, channel.size
+        self._since_s = 0.0
+        self._left_s: float | None = None
+        self._clear()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._since_s = self._tally.now_s()
+        if self._left_s is not None:
+            self._outside_s += self._since_s - self._left_s
+            self._left_s = self._since_s  # a step that is refused has no end, and the next one begins here
+        self._tally.open()
+
+    def packed(self) -> list[bytes]:
+        """All since the last call, or of an earlier step where that is what is known; empty parts: nothing is."""
+        self._add()
+        waiting_s = math.fsum(self._waited.values())
+        times = RankTimes(
+            rank=self._rank,
+            compute_s=self._inside_s - waiting_s,
+            waiting_s=waiting_s,
+            waited_for=dict(self._waited.most_common()),
+            outside_s=self._outside_s,
+            sent_bytes=self._sent_bytes,
+            received_bytes=self._received_bytes,
+            peak_bytes=self._peak.at(self._since_s),
+            late_steps=0,
+        )
+        self._clear()
+        return times.packed(num_ranks=self._num_ranks)
+
+    def end(self) -> None:
+        """A step ends."""
+        self._add()
+        self._left_s = self._since_s
+        self._tally.close()
+
+    def _add(self) -> None:
+        now_s = self._tally.now_s()
+        self._inside_s += now_s - self._since_s
+        self._since_s = now_s
+        counted = self._tally.take()
+        self._waited.update(counted.waited)
+        self._sent_bytes += counted.sent_bytes
+        self._received_bytes += counted.received_bytes
+
+    def _clear(self) -> None:
+        self._inside_s = self._outside_s = 0.0
+        self._waited: Counter[int] = Counter()
+        self._sent_bytes = self._received_bytes = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DeviceStep:
+    """Events of a device from the close of a step to that of the next."""
+
+    number: int
+    whole: DeviceSpan
+    outside: list[DeviceSpan]
+    waits: list[DeviceSpan]
+    sent_bytes: int
+    received_bytes: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.whole.is_over and all(each.is_over for each in self.waits)
+
+
+class _DeviceMeter:
+    """Of a rank whose device computes, by events on its current stream. The host never waits for one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._tally = tally_of(channel)
+        self._peak = _Peak(channel)
+        self._rank, self._num_ranks, self._device = channel.rank, channel.size, channel.device
+        self._number = 0
+        self._closed: torch.Event | None = None
+        self._left: torch.Event | None = None
+        self._outside: list[DeviceSpan] = []
+        self._counted: list[Counted] = []
+        self._steps: deque[_DeviceStep] = deque(maxlen=_MOST_PENDING)
+        self._known: tuple[int, RankTimes] | None = None
+
+    def begin(self) -> None:
+        self._tally.open()
+        begun = self._tally.event(self._device)
+        if self._left is not None:
+            self._outside.append(DeviceSpan(self._left, begun, None))
+            self._left = begun  # a step that is refused has no end, and the next one begins here
+        self._closed = self._closed or begun
+
+    def packed(self) -> list[bytes]:
+        assert self._closed is not None, "a step has begun"
+        closed = self._tally.event(self._device)
+        self._counted.append(self._tally.take())
+        self._steps.append(
+            _DeviceStep(
+                number=self._number,
+                whole=DeviceSpan(self._closed, closed, None),
+                outside=self._outside,
+                waits=[span for each in self._counted for span in each.spans],
+                sent_bytes=sum(each.sent_bytes for each in self._counted),
+                received_bytes=sum(each.received_bytes for each in self._counted),
+            )
+        )
+        self._number += 1
+        self._closed, self._outside, self._counted = closed, [], []
+        while self._steps and self._steps[0].is_over:
+            step = self._steps.popleft()
+            self._known = step.number, self._times(step)
+        if self._known is None:
+            return [b"", b""]
+        number, times = self._known
+        return times.packed(num_ranks=self._num_ranks, late_steps=self._number - 1 - number)
+
+    def end(self) -> None:
+        self._left = self._tally.event(self._device)
+        self._counted.append(self._tally.take())
+        self._tally.close()
+
+    def _times(self, step: _DeviceStep) -> RankTimes:
+        waited: Counter[int] = Counter()
+        for span in step.waits:
+            if span.rank is not None:
+                waited[span.rank] += span.seconds  # type: ignore[assignment]
+        waiting_s, outside_s = _seconds(step.waits), _seconds(step.outside)
+        return RankTimes(
+            rank=self._rank,
+            compute_s=step.whole.seconds - waiting_s - outside_s,
+            waiting_s=waiting_s,
+            waited_for=dict(waited.most_common()),
+            outside_s=outside_s,
+            sent_bytes=step.sent_bytes,
+            received_bytes=step.received_bytes,
+            peak_bytes=self._peak.at(self._tally.now_s()),
+            late_steps=0,
+        )
+
+
+def _seconds(spans: Iterable[DeviceSpan]) -> float:
+    return math.fsum(each.seconds for each in spans)
+
+
+class _Peak:
+    """The peak of memory, as it was when it was last looked up."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._device = channel.device
+        self._looked_s = -math.inf
+        self._bytes = 0
+
+    def at(self, now_s: float) -> int:
+        """Of a time on the clock of the tally."""
+        if now_s - self._looked_s >= _PEAK_SECONDS:
+            self._looked_s = now_s
+            self._bytes = peak_memory(self._device) if self._device.type != "cpu" else _peak_of_process()
+        return self._bytes
+
+
+def _peak_of_process() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+StepMeter: TypeAlias = HostMeter | _DeviceMeter
+
+
+def step_meter(channel: Channel) -> StepMeter:
+    """The one for the device of a channel."""
+    return HostMeter(channel) if channel.device.type == "cpu" else _DeviceMeter(channel)
