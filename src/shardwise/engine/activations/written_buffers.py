@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from typing_extensions import override
 
 from shardwise.engine.forward.aside import items_set
 from shardwise.engine.forward.writes import SeenTensor, holds_same, is_small
@@ -116,8 +117,9 @@ class _NoBuffers(KeptBuffers):
     def __init__(self) -> None:
         self._copies = {}
 
+    @override
     def settle(self) -> None:
-        """See `KeptBuffers`."""
+        pass
 
 
 _NOTHING = _NoBuffers()

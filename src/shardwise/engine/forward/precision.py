@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from typing_extensions import override
 
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.nested_values import tensors_in, transform
@@ -127,10 +128,10 @@ class MeetingDtypes(TorchFunctionMode):
             yield
         self._is_needed = bool(self._is_needed)
 
+    @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from typing_extensions import override
 
 from shardwise.comm.local_tensors import is_dense
 from shardwise.comm.nested_values import named_leaves, tensors_in, transform
@@ -206,10 +207,10 @@ class Glue(TorchFunctionMode):
                     f"{key!r} of {name}. That module runs on all ranks; place it on a stage"
                 )
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
         return self.on_call(func, args, kwargs or {})
 
     def off(self) -> AbstractContextManager[None]:

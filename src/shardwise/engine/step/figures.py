@@ -264,7 +264,7 @@ class MadeOnDevice(_Making):
         ]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
-        """See `MadeOnHost`."""
+        """From what all ranks said, by parts. All of them call it together."""
         around, world = self._around, self._around.world
         used, said = answers
         kinds = kinds_of_ranks(said, purpose=_PURPOSE)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
@@ -189,8 +190,8 @@ class ShardedBucket(WholeBucket):
         start = self.working.data_ptr()
         return start, start + self._num_bytes
 
+    @override
     def write(self, slot: Slot, values: torch.Tensor) -> None:
-        """See `WholeBucket`."""
         self._write_owned(self.part, slot, values)
         self._write_owned(self.master, slot, values)
 

@@ -36,6 +36,7 @@ from itertools import compress
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.agreement import a_list, texts_in, understood
@@ -340,21 +341,21 @@ class GradReduce(Passes):
 
     # Microbatches -------------------------------------------------------------------------------------------------
 
+    @override
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
-        """See `Passes`."""
         self._trains = trains
 
+    @override
     def begin_microbatch(self, *, is_joint: bool) -> None:
-        """See `Passes`."""
         # A backward of several stages at once may complete their buckets in any order, and who skips it knows one.
         self._starts_early = self._starts_when_complete and (is_joint or len(self._by_stage) <= 1)
 
+    @override
     def end_pass(self, *, has_failed: bool = False) -> None:
-        """See `Passes`."""
         self._trains = False
 
+    @override
     def skip_microbatch(self) -> None:
-        """See `Passes`."""
         # With nothing collected each bucket is launched with zeros, in the same order as on the ranks that compute.
         self.microbatch_done()
 

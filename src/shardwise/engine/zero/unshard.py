@@ -42,6 +42,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import understood
@@ -149,8 +150,8 @@ class Unshard(Passes):
 
     # Passes and microbatches ----------------------------------------------------------------------------------------
 
+    @override
     def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
-        """See `Passes`."""
         # Steps and evaluations begin with an exchange of weights. A prediction does not: a peer may still cast masters
         # into the part that this rank is about to read. It also shows whether all ranks are about to predict.
         if not is_agreed:
@@ -164,8 +165,8 @@ class Unshard(Passes):
             self._keeps, self._is_held = self._keeps_always or self._is_held, False
         self._gradients.begin_pass(trains=trains)
 
+    @override
     def end_pass(self, *, has_failed: bool = False) -> None:
-        """See `Passes`."""
         self.is_in_pass = False
         self._gradients.end_pass()
         # To wait for a peer that has failed would hide the error behind a timeout.
@@ -220,15 +221,15 @@ class Unshard(Passes):
             self._order = self._uses.pop(self._microbatch(), self._order)
         self._gradients.microbatch_done(stage)
 
+    @override
     def joint_of(self, num_microbatches: int) -> Sequence[Joint]:
-        """See `Passes`."""
         self._counters.exchanges += 1
         purpose = "number of predictions"
         counts = understood(self._owners.exchange(b"%d" % num_microbatches, purpose=purpose), int, purpose=purpose)
         return [Joint.ALL if at < min(counts) else Joint.SOME for at in range(max(counts))]
 
+    @override
     def begin_microbatch(self, *, is_joint: bool) -> None:
-        """See `Passes`."""
         self.is_followed = not is_joint and self._has_followers
 
     def skip_microbatch(self) -> None:
@@ -261,8 +262,8 @@ class Unshard(Passes):
                 self.drop(unit, phase)
 
     @contextmanager
+    @override
     def generating(self, *, once: bool) -> Iterator[None]:
-        """See `Passes`."""
         self.begin_pass(trains=False, is_agreed=False)
         try:
             if once:
@@ -306,8 +307,8 @@ class Unshard(Passes):
         phase, number = about
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
+    @override
     def number_by(self, microbatch: Callable[[], int]) -> None:
-        """See `Passes`."""
         self._microbatch = microbatch
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
@@ -358,7 +359,7 @@ class Unshard(Passes):
             calls[unit.number] = calls.get(unit.number, 0) + 1
 
     def begin_backward(self, call: UnitCall) -> None:
-        """See `UnitCall`."""
+        """Gather the units of a call, and end calls that autograd has passed."""
         # Autograd goes back in time: a call whose forward began after this one had ended has had its backward. A call
         # inside of this one began before its end, and stays open.
         for later in [each for each in self._open if each.entered > call.left]:
@@ -380,8 +381,8 @@ class Unshard(Passes):
             if not left and self._trains:
                 self._reduce(unit)
 
+    @override
     def begin_backward_of(self, roots: Sequence[torch.Tensor]) -> None:
-        """See `Passes`."""
         for root in roots:
             root.register_hook(self._note_task)
 
@@ -402,8 +403,8 @@ class Unshard(Passes):
                 self.use(unit, BACKWARD)
                 self.drop(unit, BACKWARD)
 
+    @override
     def hold_calls(self) -> None:
-        """See `Passes`."""
         for _, _, call in self._spans:
             self.hold(call)
 
@@ -452,8 +453,8 @@ class Unshard(Passes):
         self._spans, call.spans_around = call.spans_around, ()
         call.left = self._num_calls
 
+    @override
     def pack_saved(self, tensor: torch.Tensor) -> object:
-        """See `Passes`."""
         # By the place in memory, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has
         # the unit: its backward begins and ends within that of the calls around it.
         place = tensor.data_ptr()
