@@ -47,7 +47,7 @@ def modules_of(model: nn.Module, asked: Activations) -> ActivationModules:
     return ActivationModules(checkpoint=names[0], offload=names[1])
 
 
-class Schedule(Protocol):
+class MicrobatchOrder(Protocol):
     """Says in which order a pipeline computes microbatches."""
 
     peak_in_flight: int
@@ -101,7 +101,7 @@ class KeptActivations:
                 if each is not None:
                     wrap(module, each)
 
-    def follow(self, passes: Passes, schedule: Schedule | None) -> None:
+    def follow(self, passes: Passes, schedule: MicrobatchOrder | None) -> None:
         """What is built after forwards were wrapped."""
         self._passes = passes
         if schedule is not None:
