@@ -12,8 +12,8 @@ from benchmarks.pipeline.models import Batch
 from benchmarks.pipeline.ours import Ours
 from benchmarks.pipeline.outcome import Cell, Memory
 from benchmarks.pipeline.timelines import most_in_flight
-from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.pipeline.transfers import MicrobatchFlow
 
 __all__ = ["measure_memory", "parameter_bytes", "resident_bytes"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.models import Shape
 from shardwise.comm import Channel
-from shardwise.engine.pipeline.post import Key, MessageKind, Post
+from shardwise.engine.pipeline.mailbox import Key, Mailbox, MessageKind
 from shardwise.plan.schedule_check import Transfers
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
@@ -73,7 +73,7 @@ def transfer_seconds(channel: Channel, shape: Shape) -> float:
 
     The median; the same on all ranks.
     """
-    post = Post(channel)
+    mailbox = Mailbox(channel)
     value = torch.randn(1, shape.num_tokens, shape.width)
     seconds = []
     dist.barrier()
@@ -81,13 +81,13 @@ def transfer_seconds(channel: Channel, shape: Shape) -> float:
         there, back = Key(MessageKind.VALUE, number, 0), Key(MessageKind.GRADIENT, number, 0)
         start_s = time.perf_counter()
         if channel.rank == 0:
-            post.send(1, there, value)
-            post.take(1, back)
+            mailbox.send(1, there, value)
+            mailbox.take(1, back)
         else:
-            content = post.take(0, there).content
-            post.send(0, back, content)
+            content = mailbox.take(0, there).content
+            mailbox.send(0, back, content)
         seconds.append((time.perf_counter() - start_s) / 2)
-    post.settle()
+    mailbox.settle()
     found = torch.tensor([statistics.median(seconds) if seconds else 0.0], dtype=torch.float64)
     dist.broadcast(found, 0)
     return found.item()

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.engine.pipeline.post import Key, MessageKind, Post
+from shardwise.engine.pipeline.mailbox import Key, Mailbox, MessageKind
 from shardwise.testing.accelerator import LAST, behind
 from tests.engine.late_channels import Log, LoggedBlock
 from tests.engine.loops import begun
@@ -70,19 +70,19 @@ def test_one_content_more_is_held_for_each_link(fake: str) -> None:
 
     def run(channel: sw.Channel) -> int:
         watched = Watched(channel)
-        post = Post(watched)
+        mailbox = Mailbox(watched)
         for _ in range(2):
-            post.begin(num_messages)
+            mailbox.begin(num_messages)
             for number in range(num_messages):
                 value, gradient = (Key(kind, number, 0) for kind in (MessageKind.VALUE, MessageKind.GRADIENT))
                 sent, taken = (value, gradient) if channel.rank == 0 else (gradient, value)
                 if channel.rank == 1:
-                    post.take(0, taken)
-                post.send(1 - channel.rank, sent, torch.ones(num_bytes // 4, device=channel.device))
+                    mailbox.take(0, taken)
+                mailbox.send(1 - channel.rank, sent, torch.ones(num_bytes // 4, device=channel.device))
                 if channel.rank == 0:
-                    post.take(1, taken)
-            post.settle()
-        assert post.num_ahead == num_messages
+                    mailbox.take(1, taken)
+            mailbox.settle()
+        assert mailbox.num_ahead == num_messages
         return watched.most_under_way
 
     # This message and the one before, with their headers, the one that is received, and the one after that.
@@ -112,28 +112,28 @@ def script_of(generator: random.Random, before: list[tuple[int, int]]) -> list[t
 @pytest.mark.parametrize("seed", [pytest.param(at, marks=pytest.mark.stress if at > 4 else ()) for at in range(20)])
 def test_messages_come_as_they_were_sent_whether_they_are_those_of_the_last_step_or_not(seed: int, fake: str) -> None:
     def run(channel: sw.Channel) -> int:
-        post, generator = Post(channel), random.Random(seed)
+        mailbox, generator = Mailbox(channel), random.Random(seed)
         script = [(generator.randrange(2), generator.randrange(7)) for _ in range(6)]
         for step in range(12):
             script = script_of(generator, script)
             # The steps may be of another number of microbatches, and evaluations come between them.
             way = generator.choice(["1", "1", "1", "2", "evaluation"])
             if way != "evaluation":
-                post.begin(int(way))
+                mailbox.begin(int(way))
             for number, (sender, kind) in enumerate(script):
                 key = Key(MessageKind.GRADIENT, 0, number)
                 wanted = content_of(kind, 100 * step + number, channel.device)
                 if sender == channel.rank:
-                    post.send(1 - sender, key, wanted)
+                    mailbox.send(1 - sender, key, wanted)
                     continue
-                got = post.take(sender, key).content
+                got = mailbox.take(sender, key).content
                 assert (got is None) == (wanted is None)
                 if got is not None and wanted is not None:
                     assert (got.device, got.dtype, got.stride()) == (wanted.device, wanted.dtype, wanted.stride())
                     assert torch.equal(got.cpu(), wanted.cpu())
-            post.settle()
-            post.forget()
-        return post.num_ahead
+            mailbox.settle()
+            mailbox.forget()
+        return mailbox.num_ahead
 
     with behind(LAST):
         assert sum(sw.simulate(2, run, device=fake)) > 5

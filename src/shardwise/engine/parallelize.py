@@ -73,10 +73,10 @@ from shardwise.engine.optimizers.trials import (
     work_of_wholes,
 )
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.module_placement import agree_on_placement
+from shardwise.engine.pipeline.placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
-from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
+from shardwise.engine.pipeline.stages import StageParameters, assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
 from shardwise.engine.step.channels import EngineChannels, RankGroups
 from shardwise.engine.step.computation import Computation
@@ -93,9 +93,9 @@ from shardwise.engine.tensor.tensor_decision import (
     portion_of,
 )
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import OwnedLayout, install, plan_layout, units_of
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Ownership, Placement, Plan
 from shardwise.plan.units import Units

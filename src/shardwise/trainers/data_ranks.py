@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.comm import Channel
-from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.step.channels import DATA_AXES
 from shardwise.errors import BatchError, MismatchError
 from shardwise.moving.nested_exchange import exchange

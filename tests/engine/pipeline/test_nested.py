@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, transform
-from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor
+from shardwise.engine.pipeline.infer import CallOutcome, OutcomeTensor
 from shardwise.engine.pipeline.nested import packed, unpacked
-from shardwise.engine.pipeline.stage_values import Spec
+from shardwise.engine.pipeline.stage_tensor import Spec
 from shardwise.errors import MismatchError, ModelError
 
 Pair = namedtuple("Pair", "first second")

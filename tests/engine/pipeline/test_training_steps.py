@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.engine.pipeline.training_steps import Turn
+from shardwise.engine.pipeline.training_steps import ForwardThread
 from tests.covering import covering
 from tests.engine.formed import several
 from tests.oracle.comparison import assert_trains_like_one_process
@@ -39,15 +39,15 @@ def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
     counter = FlopCounterMode(display=False)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
     with torch.device("meta"), counter, hooks:
-        Turn(body, CPU).advance()
+        ForwardThread(body, CPU).advance()
     assert counter.get_total_flops() == 2 * 2 * 2 * 2
     assert made[0].is_meta
     assert len(saved) == 1
     with torch.inference_mode():
-        Turn(lambda: made.append(torch.ones(1)), CPU).advance()
+        ForwardThread(lambda: made.append(torch.ones(1)), CPU).advance()
     assert made[-1].is_inference()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        Turn(lambda: made.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU).advance()
+        ForwardThread(lambda: made.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU).advance()
     assert made[-1] == (False, torch.bfloat16)
 
 
@@ -65,7 +65,7 @@ def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
             finally:
                 ended.append("outer")
 
-    turn, never_begun = Turn(body, CPU), Turn(body, CPU)
+    turn, never_begun = ForwardThread(body, CPU), ForwardThread(body, CPU)
     turn.advance()
     turn.abandon()
     never_begun.abandon()

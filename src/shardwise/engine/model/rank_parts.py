@@ -16,14 +16,14 @@ from shardwise.engine.forward.trained_parameters import GivenGroups, Groups
 from shardwise.engine.guards.forward_writes import ModelBuffers
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.optimizers.known import KnownOptimizer, OptimizerSource
-from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.step.channels import EngineChannels, RankGroups
 from shardwise.engine.step.computation import Computation
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.plan import Parameter, Placement, Plan
 
 

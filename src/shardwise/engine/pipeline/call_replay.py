@@ -1,6 +1,6 @@
 """Calls whose outcome is known: a key that costs microseconds, and what was inferred and seen under it.
 
-`call_inference` takes the arguments of a call apart, and looks its signature up. From the second call of one key on,
+`infer` takes the arguments of a call apart, and looks its signature up. From the second call of one key on,
 neither happens: what the first one found is replayed. The key is finer than the signature, so that it says all that
 the inference asked:
 
@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from shardwise.comm.nested_values import TensorSlot
-from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor, around_of, spec_of
-from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.stage_values import StageTensor, ViewMemory
+from shardwise.engine.pipeline.infer import CallOutcome, OutcomeTensor, around_of, spec_of
+from shardwise.engine.pipeline.stage_tensor import StageTensor, ViewMemory
 from shardwise.engine.pipeline.staged_calls import StagedCall, storage_of
+from shardwise.engine.pipeline.transfers import MicrobatchFlow
 
 # A program whose arguments never repeat would else fill the memory of the rank.
 _MAX_KNOWN = 1 << 13

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.nested_values import is_plain
-from shardwise.engine.pipeline.stage_values import Spec
+from shardwise.engine.pipeline.stage_tensor import Spec
 
 Place: TypeAlias = tuple[tuple[str, Any], ...]
 """The way from the objects: ("attribute", name), ("item", key or position), ..."""

@@ -8,7 +8,7 @@ A departure is a root of its stage's backward. Autograd runs what was made last 
 stage take turns as in the forward, backwards, and a stage that is entered twice in one forward works too.
 
 A stage sees its own part of the graph only. Under tensor parallelism it has to know whether a gradient that comes back
-is complete or a rank's own along `tp`, so the messages of gradients say it (`note` in `post.py`):
+is complete or a rank's own along `tp`, so the messages of gradients say it (`note` in `mailbox.py`):
 
     stage 1   loss: complete --> total --> own --> arrival --[own]--+
     stage 0                                       departure <-------+  own --> norm of own heads
@@ -72,10 +72,10 @@ class Messenger(Protocol):
     """What carries gradients between stages (a `MicrobatchFlow`)."""
 
     def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
-        """Post the gradient of a value that arrived here."""
+        """Send the gradient of a value that arrived here."""
 
     def return_nothing(self, *, since: int) -> None:
-        """Post that values that arrived since that crossing have no gradient."""
+        """Tell that values that arrived since that crossing have no gradient."""
 
     def take_gradient(self, crossing: Crossing) -> torch.Tensor | None:
         """Wait for the gradient of a value that left from here."""
@@ -125,7 +125,7 @@ class Arrival(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """Post the gradient to where the value came from."""
+        """Send the gradient to where the value came from."""
         ctx.flow.return_gradient(ctx.crossing, gradients[0])
         return None, None, None, None
 

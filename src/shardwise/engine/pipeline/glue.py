@@ -32,15 +32,15 @@ from shardwise.engine.forward.autograd_functions import functions_seen
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.forward.transforms import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
-from shardwise.engine.pipeline.call_execution import Executor
-from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
-from shardwise.engine.pipeline.flows import MicrobatchFlow
+from shardwise.engine.pipeline.calls import Executor
 from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
+from shardwise.engine.pipeline.infer import CallInference
 from shardwise.engine.pipeline.nested import outermost_method, user_site
-from shardwise.engine.pipeline.stage_contents import Stages
-from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
+from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
+from shardwise.engine.pipeline.stages import Stages
+from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.errors import BatchError, ModelError
 
 LossOf = Callable[..., MicrobatchLoss]

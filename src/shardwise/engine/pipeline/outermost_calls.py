@@ -17,10 +17,10 @@ import torch
 
 from shardwise.comm.nested_values import transform
 from shardwise.engine.forward.randomness import Stream
-from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import Opaque
-from shardwise.engine.pipeline.stage_contents import Stages
-from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.pipeline.stage_tensor import StageTensor
+from shardwise.engine.pipeline.stages import Stages
+from shardwise.engine.pipeline.transfers import MicrobatchFlow
 
 
 class OutermostCalls:

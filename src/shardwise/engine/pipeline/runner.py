@@ -25,18 +25,18 @@ from shardwise.engine.forward.passes import UnevenMicrobatches
 from shardwise.engine.forward.randomness import KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.forward.transforms import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
-from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.flows import MicrobatchFlow, Paths, Purpose
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
+from shardwise.engine.pipeline.infer import CallInference
+from shardwise.engine.pipeline.mailbox import SAME_FORWARD, Mailbox
 from shardwise.engine.pipeline.outermost_calls import OutermostCalls, given_to_all
-from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
-from shardwise.engine.pipeline.stage_contents import Stages
-from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.engine.pipeline.stages import Stages
+from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, here
+from shardwise.engine.pipeline.transfers import MicrobatchFlow, Paths, Purpose
 from shardwise.errors import ModelError, StageReadsWarning
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after
@@ -64,7 +64,7 @@ class PipelineRunner:
         self.placement = placement
         """Which module and parameter is on which stage."""
         self.chains = chains
-        self.post = Post(channel)
+        self.mailbox = Mailbox(channel)
         self.inference = CallInference(channel.device, random)
         self.replay = CallReplay(channel.device)
         self.schedule: Schedule | None = None
@@ -136,7 +136,7 @@ class PipelineRunner:
     def _begin_flow(self, purpose: Purpose, number: int, stream: Stream | None) -> MicrobatchFlow:
         return MicrobatchFlow(
             self.stages,
-            self.post,
+            self.mailbox,
             self.recorder,
             self._glue.on_call,
             purpose=purpose,
@@ -182,7 +182,7 @@ class PipelineRunner:
         """
         if not parts:
             return []
-        self.post.begin(len(parts))
+        self.mailbox.begin(len(parts))
         step = TrainingStep(self._equipment, parts, factors, loss_of, streams, gradient_of, rounds)
         try:
             self._run(step, before_last_backward)
@@ -196,7 +196,7 @@ class PipelineRunner:
             # After an error too: parked forwards are threads that would wait forever, and graphs hold all
             # activations.
             step.close()
-            self.post.forget()
+            self.mailbox.forget()
         return step.losses
 
     def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], Any], *, stream: Stream | None) -> Any:
@@ -219,7 +219,7 @@ class PipelineRunner:
             self._end([flow])
         finally:
             flow.close()
-            self.post.forget()
+            self.mailbox.forget()
 
     def evaluate(
         self,
@@ -246,7 +246,7 @@ class PipelineRunner:
                 flow.close()
             self._end(flows)
         finally:
-            self.post.forget()
+            self.mailbox.forget()
         return losses
 
     def _run(self, step: TrainingStep, before_last_backward: Callable[[], None]) -> None:
@@ -317,7 +317,7 @@ class PipelineRunner:
 
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
         """Compare the programs of the ranks."""
-        self.post.settle()
+        self.mailbox.settle()
         self.num_reads += sum(flow.num_reads for flow in flows)
         compare(
             self._channel,

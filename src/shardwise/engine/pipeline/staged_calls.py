@@ -26,7 +26,7 @@ from shardwise.comm.nested_values import is_plain, tensors_in
 from shardwise.engine.forward.aside import items_set, kept_attributes
 from shardwise.engine.forward.layers import as_compiled, is_ours, structures_of
 from shardwise.engine.pipeline.nested import token_of
-from shardwise.engine.pipeline.stage_values import Spec, StageTensor
+from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.errors import ModelError
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")

@@ -39,12 +39,12 @@ from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, Weight,
 from shardwise.engine.forward.passes import UnevenMicrobatches
 from shardwise.engine.forward.randomness import KeyedRandom, Stream
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.glue import Glue, LossOf
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
-from shardwise.engine.pipeline.stage_contents import Stages
-from shardwise.engine.pipeline.stage_ties import Chain, StageTies
-from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.pipeline.stage_tensor import StageTensor
+from shardwise.engine.pipeline.stages import Stages
+from shardwise.engine.pipeline.ties import Chain, StageTies
+from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.errors import ModelError
 
 
@@ -53,7 +53,7 @@ class _Abandoned(BaseException):
     """Unwinds a parked forward that will not be continued."""
 
 
-class Turn:
+class ForwardThread:
     """One forward."""
 
     def __init__(self, body: Callable[[], None], device: torch.device) -> None:
@@ -195,7 +195,7 @@ class TrainingStep:
         self._rounds = rounds
         self.goes_one_by_one = rounds.go_one_by_one(equipment.stages.num_chunks)
         """Whether microbatches are computed one after the other, whatever the schedule says."""
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, ForwardThread] = {}
         """The forwards that park between the stages of this rank."""
         # Autograd wants one of the right form for each root, and a departure ignores it.
         self._no_gradient = torch.zeros((), dtype=torch.float32, device=equipment.stages.device)
@@ -276,7 +276,7 @@ class TrainingStep:
         self.peak_in_flight = max(self.peak_in_flight, in_flight)
         self.flows[number] = flow = self._equipment.begin_flow(number, self._streams[number])
         if self._equipment.stages.num_chunks > 1:
-            self._turns[number] = turn = Turn(partial(self._run_apart, number), flow.device)
+            self._turns[number] = turn = ForwardThread(partial(self._run_apart, number), flow.device)
             flow.park = turn.park
 
     def _run_apart(self, number: int) -> None:

@@ -36,9 +36,9 @@ from shardwise.engine.telemetry.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import sum_over_ranks
 from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.zero.flat_params import Owned, runs_of
-from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.masters import close_masters, open_masters
+from shardwise.engine.zero.reduce import GradReduce
 
 
 class StepClosing:

@@ -23,7 +23,7 @@ from shardwise.comm.collective_calls import CollectiveCalls
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss
 from shardwise.engine.forward.gradient_kinds import resolve
-from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.tensor.summed_gradients import Traced, sum_over_ranks
 from shardwise.engine.zero.grad_hooks import is_of_engine

@@ -21,8 +21,8 @@ from shardwise.engine.forward.packed_tensors import inner_tensors
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook

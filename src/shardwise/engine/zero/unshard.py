@@ -50,7 +50,7 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.passes import Backward, Joint, Passes, unpack
 from shardwise.engine.forward.sharded_parameters import Copy, sharded_class
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unit_calls import GatheredUnit, Residence, UnitCall
 from shardwise.errors import CallMismatchError, ModelError
 from shardwise.plan.gathers import Use, count_gathers, one_by_one

@@ -23,7 +23,7 @@ from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.batches import LossFunction
 from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.engine.pipeline.post import Key, MessageKind, Post
+from shardwise.engine.pipeline.mailbox import Key, Mailbox, MessageKind
 from shardwise.errors import MismatchError
 from tests.moving.watched import Watched
 
@@ -31,11 +31,11 @@ CONTENTS = [
 VALUE = Key(MessageKind.VALUE, 0, 0)
 
 
-def two_ranks(first: Callable[[Post], Any], second: Callable[[Post], Any]) -> list[Any]:
+def two_ranks(first: Callable[[Mailbox], Any], second: Callable[[Mailbox], Any]) -> list[Any]:
     def body(channel: Channel) -> object:
-        post = Post(channel)
-        answer = (first if channel.rank == 0 else second)(post)
-        post.settle()
+        mailbox = Mailbox(channel)
+        answer = (first if channel.rank == 0 else second)(mailbox)
+        mailbox.settle()
         return answer
 
     return sw.simulate(2, body)
@@ -59,15 +59,15 @@ def test_messages_come_as_they_lay_in_whatever_order_they_are_taken(sent: Any, r
     random.shuffle(order)
     order = [key for key, _ in posted if key.kind is MessageKind.VALUE] + order
 
-    def send(post: Post) -> Any:
+    def send(mailbox: Mailbox) -> Any:
         for key, content in posted:
-            post.send(to, key, content)
-        return take(post) if to == 0 else None
+            mailbox.send(to, key, content)
+        return take(mailbox) if to == 0 else None
 
-    def take(post: Post) -> dict[Key, torch.Tensor | None]:
-        return {key: post.take(0, key).content for key in order}
+    def take(mailbox: Mailbox) -> dict[Key, torch.Tensor | None]:
+        return {key: mailbox.take(0, key).content for key in order}
 
-    got = two_ranks(send, take if to == 1 else lambda post: None)[to]
+    got = two_ranks(send, take if to == 1 else lambda mailbox: None)[to]
     for key, content in posted:
         same = content is got[key] is None or torch.equal(got[key], content)
         assert same
@@ -83,34 +83,34 @@ def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
             packed = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             channel.send(packed, 1, purpose="the next message of the pipeline").wait()
         else:
-            Post(channel).take(0, VALUE)
+            Mailbox(channel).take(0, VALUE)
 
     with pytest.raises(MismatchError, match="no message between stages"):
         sw.simulate(2, body)
 
 
 def test_a_sender_that_went_past_the_wanted_value_is_noticed() -> None:
-    def first(post: Post) -> None:
-        post.send(1, Key(MessageKind.VALUE, 3, 1), torch.ones(1), maker="block.7")
+    def first(mailbox: Mailbox) -> None:
+        mailbox.send(1, Key(MessageKind.VALUE, 3, 1), torch.ones(1), maker="block.7")
 
     with pytest.raises(MismatchError, match=r"microbatch 3 differs between ranks.*transfer 0.*'block\.7'"):
-        two_ranks(first, lambda post: post.take(0, Key(MessageKind.VALUE, 3, 0)))
+        two_ranks(first, lambda mailbox: mailbox.take(0, Key(MessageKind.VALUE, 3, 0)))
 
 
 @pytest.mark.parametrize("num_messages", [4, 64])
 def test_what_was_received_does_not_stay_with_its_sender(num_messages: int) -> None:
     def body(channel: Channel) -> int:
         watched = Watched(channel)
-        post = Post(watched)
+        mailbox = Mailbox(watched)
         for number in range(num_messages):
             value, gradient = (Key(kind, number, 0) for kind in (MessageKind.VALUE, MessageKind.GRADIENT))
             sent, taken = (value, gradient) if channel.rank == 0 else (gradient, value)
             if channel.rank == 1:
-                post.take(0, taken)
-            post.send(1 - channel.rank, sent, torch.ones(1 << 12))
+                mailbox.take(0, taken)
+            mailbox.send(1 - channel.rank, sent, torch.ones(1 << 12))
             if channel.rank == 0:
-                post.take(1, taken)
-        post.settle()
+                mailbox.take(1, taken)
+        mailbox.settle()
         return watched.most_under_way
 
     # This message and the one before, with their headers, and the one that is received.
@@ -131,13 +131,13 @@ JOINED = {
 def test_what_followed_the_last_time_comes_in_one_message(case: str) -> None:
     order, wanted = JOINED[case]
 
-    def first(post: Post) -> int:
+    def first(mailbox: Mailbox) -> int:
         for at, (kind, microbatch, number, size) in enumerate(order):
-            post.send(1, Key(kind, microbatch, number), torch.full((size,), float(at)))
-        return post.num_joined
+            mailbox.send(1, Key(kind, microbatch, number), torch.full((size,), float(at)))
+        return mailbox.num_joined
 
-    def second(post: Post) -> list[float]:
-        taken = [post.take(0, Key(kind, at, number)).content for kind, at, number, _ in order]
+    def second(mailbox: Mailbox) -> list[float]:
+        taken = [mailbox.take(0, Key(kind, at, number)).content for kind, at, number, _ in order]
         return [float(each.sum()) for each in taken if each is not None]
 
     num_joined, got = two_ranks(first, second)

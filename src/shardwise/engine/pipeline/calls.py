@@ -29,7 +29,6 @@ import torch
 
 from shardwise.comm.nested_values import filled, is_plain, put_into, tensors_in, transform
 from shardwise.engine.forward.randomness import KeyedRandom
-from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
 from shardwise.engine.pipeline.call_replay import (
     CallReplay,
     KnownCall,
@@ -39,11 +38,12 @@ from shardwise.engine.pipeline.call_replay import (
     plain_outcome,
 )
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
-from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE, ForeignParameters
+from shardwise.engine.pipeline.infer import CallInference, CallInputs, CallOutcome, Writes, describe
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, state_text, user_site
-from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
+from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
+from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.errors import ModelError
 
 

@@ -24,12 +24,12 @@ from shardwise.engine.pipeline.crossings import (
     code_of,
     gradient_of,
 )
+from shardwise.engine.pipeline.mailbox import SAME_FORWARD, Key, Mailbox, MessageKind, ReceivedMessage
 from shardwise.engine.pipeline.nested import packed, unpacked, user_site
-from shardwise.engine.pipeline.post import SAME_FORWARD, Key, MessageKind, Post, ReceivedMessage
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
-from shardwise.engine.pipeline.stage_contents import Stages
-from shardwise.engine.pipeline.stage_ties import Chain, StageTies
-from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ViewMemory
+from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ViewMemory
+from shardwise.engine.pipeline.stages import Stages
+from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.errors import MismatchError, ModelError
 
 Purpose = Literal["step", "evaluation", "prediction", "generation"]
@@ -53,7 +53,7 @@ class MicrobatchFlow:
     def __init__(
         self,
         stages: Stages,
-        post: Post,
+        mailbox: Mailbox,
         recorder: SpanRecorder,
         on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         *,
@@ -62,7 +62,7 @@ class MicrobatchFlow:
         stream: Stream | None,
         known: tuple[Paths, bool] | None = None,
     ) -> None:
-        """on_call: see `stage_values.ValueForward`. known: what the schedule of the step was made for.
+        """on_call: see `stage_tensor.ValueForward`. known: what the schedule of the step was made for.
 
         Of `known`: the transfers of other forwards, and whether ranks step back, or wait for announcements.
         """
@@ -93,7 +93,7 @@ class MicrobatchFlow:
         """Questions about elements of values that were answered for all ranks; the line that asked the first."""
         self.trace: BackwardTrace | None = None
         """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
-        self._post = post
+        self._mailbox = mailbox
         self._recorder = recorder
         self._begun = -1
         self._last_stage = stages.last_local
@@ -294,7 +294,7 @@ class MicrobatchFlow:
         self._followed = tuple(path for path in self._followed if path[number : number + 1] == (transfer,))
         self.transfers.append(transfer)
         self._leave_schedule(is_known=self._may_step_back or stage > value.stage or bool(self._followed))
-        # A rank may have both stages: then both happen here, and the post hands a copy over without a channel.
+        # A rank may have both stages: then both happen here, and the mailbox hands a copy over without a channel.
         local = None
         if self.stages.is_local(value.stage):
             self._depart(value, crossing)
@@ -364,7 +364,7 @@ class MicrobatchFlow:
             with torch.enable_grad():
                 root = Departure.apply(value.local, self, crossing)  # type: ignore[no-untyped-call]
             self.graph(value.stage).roots.append(root)
-        self._post.send(
+        self._mailbox.send(
             self.stages.rank_of(crossing.target),
             Key(MessageKind.VALUE, self.number, crossing.number),
             value.local,
@@ -481,14 +481,14 @@ class MicrobatchFlow:
         # times.
         for rank in range(self.stages.num_ranks):
             if rank != self.stages.rank:
-                self._post.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
+                self._mailbox.send(rank, key, content, stages=(stage, stage), progress=self.progress, maker=self.last)
         return content
 
     def _take(self, kind: MessageKind, number: int, source: int, target: int) -> ReceivedMessage:
         """Wait for a message from the rank of a stage."""
         key = Key(kind, self.number, number)
         with self._recorder.noting("wait", self.number, target):
-            return self._post.take(self.stages.rank_of(source), key, stages=(source, target))
+            return self._mailbox.take(self.stages.rank_of(source), key, stages=(source, target))
 
     def _compare(self, message: ReceivedMessage, difference: str, *, fits: bool = True) -> None:
         """Raise MismatchError unless the sender's program had made the same calls."""
@@ -503,10 +503,10 @@ class MicrobatchFlow:
     # Backward -------------------------------------------------------------------------------------------------------
 
     def return_gradient(self, crossing: Crossing, gradient: torch.Tensor | None) -> None:
-        """Post the gradient of a value that arrived here; None: it has none."""
+        """Send the gradient of a value that arrived here; None: it has none."""
         crossing.has_returned = True
         kind = None if self.trace is None or gradient is None else self.trace.going_back(crossing)
-        self._post.send(
+        self._mailbox.send(
             self.stages.rank_of(crossing.source),
             Key(MessageKind.GRADIENT, self.number, crossing.number),
             gradient,
@@ -515,7 +515,7 @@ class MicrobatchFlow:
         )
 
     def return_nothing(self, *, since: int = 0) -> None:
-        """Post that there is no gradient for values that arrived since that crossing, and got none."""
+        """Tell that there is no gradient for values that arrived since that crossing, and got none."""
         for crossing in reversed(self._arrivals):
             if crossing.number >= since and not crossing.has_returned:
                 self.return_gradient(crossing, None)

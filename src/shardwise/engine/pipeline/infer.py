@@ -31,7 +31,7 @@ from shardwise.comm.nested_values import (
 )
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, token_of, user_site, with_numbers_and_texts
-from shardwise.engine.pipeline.stage_values import Spec, StageTensor
+from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
 from shardwise.errors import ModelError
 

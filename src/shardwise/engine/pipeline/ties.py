@@ -5,7 +5,7 @@ One update of an embedding (stage 0) that is also the head (stage 3):
     rank of stage 3   backward .. backward --[1]--> sum over its microbatches --[2]-->           replica <--[4]--+
     rank of stage 0   backward .. backward --[1]--> sum over its microbatches <--[2]-- + --[3]--> owner -> update +
 
-[1] as every gradient is (see `zero/grad_reduce.py`)
+[1] as every gradient is (see `zero/reduce.py`)
 [2] to the owner, which adds from the last stage to the first
 [3] reduction, norm, optimizer and checkpoint know the owner's only
 [4] the updated working copy to the replicas
@@ -29,7 +29,7 @@ from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
-from shardwise.engine.pipeline.stage_contents import StageParameters
+from shardwise.engine.pipeline.stages import StageParameters
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.memory import gradient_dtype, plan_arena

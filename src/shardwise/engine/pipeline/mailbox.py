@@ -146,7 +146,7 @@ class _Posted(NamedTuple):
     work: Work
 
 
-class Post:
+class Mailbox:
     """The messages of one rank. `channel`: the ranks of the pipeline."""
 
     def __init__(self, channel: Channel) -> None:
