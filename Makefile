@@ -119,7 +119,7 @@ docs: setup
 
 # How many one-line faults the quick tests find: half an hour, so by hand. The figures go into the tree.
 mutants: setup
-	$(BIN)/python -m tests.mutants --record --jobs 2 --results benchmarks/results/mutants.md
+	$(BIN)/python -m tests.mutants --record --tier all --jobs 2 --results benchmarks/results/mutants.md
 
 # The second line: properties, on twenty times as many examples and on new ones each time.
 stress: setup

@@ -9,6 +9,7 @@ slow: a new one runs in `make test` until somebody records again. A table with q
 
 import argparse
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ LONG_SECONDS = 8.0
 """Cases from here on go first: at the end, all workers would wait for the last one."""
 
 
+@cache
 def slow_tests() -> dict[str, float]:
     """Seconds of a case of each slow function, by the function's node id."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []

@@ -4,10 +4,11 @@
     python -m tests.mutants --only sum-order        # some mutants
     python -m tests.mutants --tier all              # what the quick tests do not find, with the slow ones too
 
-pytest runs in a copy of the checkout, and forks for each mutant (`forks.py`). First come the tests that run the changed
-line, those of its room before others, then all quick ones; it stops at the first failure. Which tests run a line comes
-from one run of all quick tests without a mutant (`--record`, kept in build/mutants.json). A mutant is found by a test
-that fails or exceeds a time limit, and passes in a fork without the mutant.
+pytest runs in a copy of the checkout, and forks for each mutant (`forks.py`). The tests that run the changed line come
+first, those of its room before others, quick ones before slow ones. Then come those that start other processes, where
+nobody notes lines. It stops at the first failure. Which tests run a line comes from one run of all tests without a
+mutant (`--record`, kept in build/mutants.json). A mutant is found by a test that fails or exceeds a time limit, and
+passes in a fork without the mutant.
 """
 
 import argparse
@@ -28,18 +29,19 @@ from tests.mutants.forks import ANSWERS, ORDERS, Answer, Order
 from tests.mutants.listed import ROOT, Mutant, marked, mutants
 from tests.mutants.marks import FILE
 from tests.mutants.trees import Tree
-from tests.tiers import recorded
+from tests.tiers import function_of, recorded, slow_tests
 
 _RECORD = ROOT / "build" / "mutants.json"
 _LEAST_OF_QUICK = 0.95
 _NEAREST_FILES = 8
+_IN_PROCESSES = ("tests/processes/", "tests/testing/", "tests/cli/")
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A run of all quick tests without a mutant."""
+    """A run of all tests without a mutant."""
 
     seconds: dict[str, float]
     """By node id."""
@@ -57,14 +59,23 @@ class Finding:
     """Which test found it; empty: none did."""
     is_timeout: bool
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether `make test` leaves out what found it."""
+        return function_of(self.test) in slow_tests()
+
     def __str__(self) -> str:
         excused = f" ({self.mutant.survives})" if self.mutant.survives else ""
-        how = f"found by {self.test}{' (time limit)' if self.is_timeout else ''}" if self.test else f"SURVIVED{excused}"
+        how = (
+            f"found by {self.test}{' (slow)' if self.is_slow else ''}{' (time limit)' if self.is_timeout else ''}"
+            if self.test
+            else f"SURVIVED{excused}"
+        )
         return f"{self.mutant.name:28} {self.seconds:6.1f} s  {how}"
 
 
 def record(listed: Sequence[Mutant], folder: Path, jobs: int) -> Record:
-    """Run all quick tests with notes of who runs which line."""
+    """Run all tests with notes of who runs which line."""
     tree = Tree(folder / "record")
     of_file: dict[Path, list[Mutant]] = defaultdict(list)
     for mutant in listed:
@@ -73,7 +84,9 @@ def record(listed: Sequence[Mutant], folder: Path, jobs: int) -> Record:
         tree.write(path, marked((ROOT / path).read_text(encoding="utf-8"), each))
     notes, report, output = folder / "notes", folder / "report.xml", folder / "record.txt"
     workers = ["--numprocesses", str(jobs), "--dist", "worksteal"] if jobs > 1 else ["-n0"]
-    code = tree.pytest([*workers, f"--junitxml={report}"], output, environment={FILE: str(notes)}).wait()
+    code = tree.pytest(
+        [*workers, "-m", "not stress", f"--junitxml={report}"], output, environment={FILE: str(notes)}
+    ).wait()
     text = output.read_text(encoding="utf-8", errors="replace")
     if code not in (0, 1):
         sys.exit(f"the tests do not run without a mutant:\n{text[-4000:]}")
@@ -92,15 +105,17 @@ def record(listed: Sequence[Mutant], folder: Path, jobs: int) -> Record:
 
 
 def known() -> Record | None:
-    """The last record: it decides which tests come first, and nothing else."""
+    """The last record: it decides which tests run, and in which order."""
     return Record(**json.loads(_RECORD.read_text(encoding="utf-8"))) if _RECORD.exists() else None
 
 
-def order_of(mutant: Mutant, made: Record, *, near: bool) -> Order:
-    """The tests that run the changed line, those of a few near files first; then all, unless `near`."""
+def order_of(mutant: Mutant, made: Record, *, tier: str, near: bool) -> Order:
+    """The tests that run the changed line, those of a few near files first; then, unless `near`, those in processes."""
+    slow = slow_tests()
     by_file: dict[str, list[str]] = defaultdict(list)
+    late: list[str] = []
     for test in made.tests_of.get(mutant.name, ()):
-        by_file[test.partition("::")[0]].append(test)
+        (late if function_of(test) in slow else by_file[test.partition("::")[0]]).append(test)
 
     def seconds_of(tests: Sequence[str]) -> float:
         return sum(made.seconds.get(test, 1.0) for test in tests)
@@ -115,12 +130,17 @@ def order_of(mutant: Mutant, made: Record, *, near: bool) -> Order:
         ),
     )
     parts = [files[:_NEAREST_FILES], files[_NEAREST_FILES:]]
-    batches = [[test for file in part for test in by_file[file]] for part in parts if part]
+    batches = [[test for file in part for test in by_file[file]] for part in parts]
+    apart = [test for test in made.seconds if test.startswith(_IN_PROCESSES)]
+    batches.append([test for test in apart if function_of(test) not in slow])
+    if tier == "all":
+        late.sort(key=lambda test: made.seconds.get(test, 1.0))
+        batches += [late, [test for test in apart if function_of(test) in slow]]
     return Order(
         name=mutant.name,
         file=str(mutant.path),
         text=mutant.applied((ROOT / mutant.path).read_text(encoding="utf-8")),
-        batches=batches[:1] if near else [*batches, []],
+        batches=[each for each in (batches[:1] if near else batches) if each],
     )
 
 
@@ -155,21 +175,15 @@ def run_all(chosen: Sequence[Mutant], made: Record, folder: Path, jobs: int, *, 
         own = folder / str(number)
         own.mkdir()
         tree = Tree(own / "tree")
-        orders = [order_of(each, made, near=near) for each in chosen[number::jobs]]
-        # All are collected where all may run.
+        orders = [order_of(each, made, tier=tier, near=near) for each in chosen[number::jobs]]
         files = {test.partition("::")[0] for order in orders for batch in order.batches for test in batch}
-        for answer in answers(orders, tree, own, *(sorted(files) if near else [])):
+        for answer in answers(orders, tree, own, "-m", "not stress", *sorted(files)):
             note(answer)
-        if tier == "all" and (left := [each for each in orders if not found[each.name].test]):
-            slow = [Order(**{**asdict(each), "batches": [[]]}) for each in left]
-            for answer in answers(slow, tree, own, "-m", "slow and not stress"):
-                note(answer)
 
     def note(answer: Answer) -> None:
         mutant = of_name[answer.name]
-        before = found[answer.name].seconds if answer.name in found else 0.0
         found[answer.name] = Finding(
-            mutant=mutant, seconds=before + answer.seconds, test=answer.test, is_timeout=answer.is_timeout
+            mutant=mutant, seconds=answer.seconds, test=answer.test, is_timeout=answer.is_timeout
         )
         print(found[answer.name], flush=True)
         for test in answer.unsound:
@@ -200,8 +214,8 @@ def table(found: Sequence[Finding], command: str, cpu_seconds: float) -> str:
         [
             *lines,
             "",
-            f"{sum(hits.values())} of {len(found)} mutants are found, {sum(each.is_timeout for each in found)} of them "
-            f"by a time limit; {sum(seconds):.0f} s in all, {seconds[len(seconds) // 2]:.1f} s the median, "
+            f"{sum(hits.values())} of {len(found)} mutants are found, {sum(each.is_slow for each in found)} of them by "
+            f"slow tests, {sum(each.is_timeout for each in found)} by a time limit; {sum(seconds):.0f} s in all, {seconds[len(seconds) // 2]:.1f} s the median, "
             f"{cpu_seconds:.0f} s of processors: `{command}`.",
         ]
     )

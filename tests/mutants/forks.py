@@ -39,7 +39,7 @@ class Order:
     text: str
     """Its text with the change."""
     batches: list[list[str]]
-    """Node ids, batch by batch; an empty batch is all tests that were collected."""
+    """Node ids, batch by batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def _tried_out(
     unsound: list[str] = []
     for batch in order.batches:
         # Since the record a test may have been renamed.
-        left = [items[each] for each in batch if each in items] if batch else list(items.values())
+        left = [items[each] for each in batch if each in items]
         while left:
             with _changed(order):
                 failed, is_timeout, words = _in_fork(left, order, functions)
