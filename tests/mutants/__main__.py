@@ -215,8 +215,8 @@ def table(found: Sequence[Finding], command: str, cpu_seconds: float) -> str:
             *lines,
             "",
             f"{sum(hits.values())} of {len(found)} mutants are found, {sum(each.is_slow for each in found)} of them by "
-            f"slow tests, {sum(each.is_timeout for each in found)} by a time limit; {sum(seconds):.0f} s in all, {seconds[len(seconds) // 2]:.1f} s the median, "
-            f"{cpu_seconds:.0f} s of processors: `{command}`.",
+            f"slow tests, {sum(each.is_timeout for each in found)} by a time limit; {sum(seconds):.0f} s in all, "
+            f"{seconds[len(seconds) // 2]:.1f} s the median, {cpu_seconds:.0f} s of processors: `{command}`.",
         ]
     )
 

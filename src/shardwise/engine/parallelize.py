@@ -94,8 +94,8 @@ from shardwise.engine.tensor.tensor_decision import (
 )
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.install import OwnedLayout, install, plan_layout, units_of
-from shardwise.engine.zero.reduce import GradReduce
+from shardwise.engine.zero.install import install, plan_layout, units_of
+from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Ownership, Placement, Plan
 from shardwise.plan.units import Units
@@ -551,9 +551,10 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         matrices = MatrixUpdates(buffers, owned, homes)
         buffers.updated = matrices.updated
 
-    def keep_gradients(parameters: Mapping[str, nn.Parameter], layout: Ownership, alone: Channel) -> GradReduce:
+    def keep_gradients(parameters: Mapping[str, nn.Parameter], ownership: Ownership, alone: Channel) -> GradReduce:
         # Like those of any parameter, with this rank as the only owner: nothing is reduced.
-        return GradReduce(parameters, layout, plan.precision, owners=alone, replicas=alone, counters=asked.counters)
+        own = OwnedLayout(ownership=ownership)
+        return GradReduce(parameters, own, plan.precision, owners=alone, replicas=alone, counters=asked.counters)
 
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, keep_gradients=keep_gradients, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first

@@ -7,7 +7,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
-from shardwise.engine.zero.install import OwnedLayout
+from shardwise.engine.zero.reduce import OwnedLayout
 from shardwise.plan import Footprint, Traffic, footprint, traffic
 from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traffic
 

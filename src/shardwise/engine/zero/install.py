@@ -8,7 +8,7 @@ stage   parameters                           gradients (`GradReduce`)   around m
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
@@ -22,27 +22,12 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce
+from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
-from shardwise.plan import Ownership, Placement, Plan, plan_ownership
+from shardwise.plan import Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnedLayout:
-    """Where one rank's parameters and gradients are."""
-
-    stage: int
-    """As it is carried out: where there is one owner, nothing is cut."""
-    ownership: Ownership
-    units: Units
-    """Of what is gathered by units (stage 3)."""
-    late: frozenset[str]
-    """Parameters whose gradients are complete only at the end of an update, because several stages use them."""
-    stage_of: Mapping[str, int]
-    """Stage of the pipeline whose backward finishes a parameter."""
 
 
 def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Placement) -> Units:
@@ -134,15 +119,11 @@ def install(
     """
     gradients = GradReduce(
         inventory.parameters,
-        layout.ownership,
+        layout,
         plan.precision,
         owners=owners,
         replicas=replicas,
         counters=counters,
-        late=layout.late,
-        adds_after=layout.stage >= 2,
-        stage_of=layout.stage_of,
-        starts_when_complete=layout.stage < 3,
         taker=taker,
     )
     if layout.stage < 3:

@@ -54,6 +54,7 @@ from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
 from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype
+from shardwise.plan.units import Units
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -104,48 +105,60 @@ class _Flight:
     """Whether it takes memory besides: a copy in a narrower dtype, or a scratch for what is added."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedLayout:
+    """Where one rank's parameters and gradients are."""
+
+    ownership: Ownership
+    stage: int = 0
+    """As it is carried out: where there is one owner, nothing is cut."""
+    units: Units = field(default_factory=Units)
+    """Of what is gathered by units (stage 3)."""
+    late: frozenset[str] = frozenset()
+    """Parameters whose gradients are complete only at the end of an update, because several stages use them."""
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+    """Stage of the pipeline whose backward finishes a parameter."""
+
+
 class GradReduce(Passes):
     """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        ownership: Ownership,
+        layout: OwnedLayout,
         precision: Precision,
         *,
         owners: Channel,
         replicas: Channel,
         counters: Counters,
-        late: Collection[str] = (),
-        adds_after: bool = False,
-        stage_of: Mapping[str, int] | None = None,
-        starts_when_complete: bool = True,
         taker: HostGradients | None = None,
     ) -> None:
-        """`late`: parameters whose gradient is not complete when the backward that finished them was the last.
-        `adds_after`: reduce the others after each microbatch. `stage_of`: which backward finishes a parameter, where a
-        rank has several stages. `starts_when_complete`: reduce a bucket when its last gradient has come; False: when
-        the caller says so. `taker`: gets the owned part of each bucket as soon as it has its last value.
+        """taker: gets the owned part of each bucket as soon as it has its last value.
+
+        At stages 2 and 3 what is not `late` is reduced after each microbatch. At stage 3 the caller says when.
         """
         self._precision = precision
         self._owners, self._replicas = owners, replicas
         self._counters = counters
-        self._late = frozenset(late)
-        self.moves_in_step = adds_after
-        self._starts_when_complete = starts_when_complete
+        self._late = layout.late
+        self.moves_in_step = layout.stage >= 2
+        self._starts_when_complete = layout.stage < 3
         self._taker = taker
         self._nothing = torch.empty(0, dtype=torch.uint8, device=owners.device)
-        trainable = [each for each in ownership.buckets if each.trainable]
-        is_after = [adds_after and self._late.isdisjoint(slot.name for slot in each.slots) for each in trainable]
+        trainable = [each for each in layout.ownership.buckets if each.trainable]
+        is_after = [
+            self.moves_in_step and self._late.isdisjoint(slot.name for slot in each.slots) for each in trainable
+        ]
         after = list(compress(trainable, is_after))
         before = list(compress(trainable, map(operator.not_, is_after)))
-        self._ownership = replace(ownership, buckets=tuple(before))
+        self._ownership = replace(layout.ownership, buckets=tuple(before))
         """Of what is added up before."""
         self.buffers = GradBuffers(
-            replace(ownership, buckets=tuple(after)), precision, owners, by_unit=not starts_when_complete
+            replace(layout.ownership, buckets=tuple(after)), precision, owners, by_unit=not self._starts_when_complete
         )
         self._before = self._pendings(before, adds_before=True, stage_of={})
-        self._after = self._pendings(after, adds_before=False, stage_of=stage_of or {})
+        self._after = self._pendings(after, adds_before=False, stage_of=layout.stage_of)
         self._all = [*self._after, *self._before]
         self._of = {name: pending for pending in self._all for name in pending.names}
         self._by_stage: dict[int, list[_Pending]] = {}
@@ -165,7 +178,7 @@ class GradReduce(Passes):
         self._most_flights = 0
         """Those that go on while the next one is started."""
         if owners.progresses_alone:
-            self._most_flights = len(ownership.buckets) if sums_of(owners) is None else 1
+            self._most_flights = len(layout.ownership.buckets) if sums_of(owners) is None else 1
         self._trained = ALL
         self._unused: frozenset[str] = frozenset()
         self._place: dict[int, int] = {}
