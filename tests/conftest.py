@@ -64,7 +64,7 @@ def environment() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seconds = slow_tests()
     for item in items:
-        if function_of(item.nodeid) in seconds:
+        if function_of(item.nodeid) in seconds and item.get_closest_marker("quick") is None:
             item.add_marker("slow")
     items.sort(key=lambda item: -each if (each := seconds.get(function_of(item.nodeid), 0.0)) >= LONG_SECONDS else 0.0)
 
