@@ -130,7 +130,6 @@ class StageValue:
         has_known_shape: bool = True,
         lineage: int = 0,
         module: str = "",
-        is_kept: bool = False,
     ) -> None:
         self.stage = stage
         self.spec = spec
@@ -143,7 +142,7 @@ class StageValue:
         """The placed module, or the parameter, that it comes from."""
         self.memory = ViewMemory() if memory is None else memory
         self.has_known_shape = has_known_shape
-        self.is_kept = is_kept
+        self.is_kept = False
         """Whether it is a parameter or a buffer of the model."""
         self.lineage = lineage
         """A checksum over how it was made; equal for one that is made again from the same."""
@@ -174,7 +173,7 @@ class ValueCopies:
 
 
 class ValueForward(Protocol):
-    """The forward that a value belongs to (a `Flow`), as far as the value needs it."""
+    """The forward that a value belongs to (a `MicrobatchFlow`), as far as the value needs it."""
 
     device: torch.device
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -206,7 +206,9 @@ class MicrobatchFlow:
             # again.
             stage, name = place
             local, lineage = leaf if self.stages.is_local(stage) else None, hash(name)
-            return self.hold(leaf, StageValue(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
+            value = StageValue(stage, Spec.of(leaf), local, name, lineage=lineage)
+            value.is_kept = True
+            return self.hold(leaf, value)
         if self._is_shaded(leaf):
             raise ModelError(
                 f"{user_site()}: a tensor that all ranks have is used after values of a stage were written to its "
