@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import accelerators
-from shardwise.engine import batch_digests
+from shardwise.engine.forward import batch_digests
 from shardwise.plan import Footprint
 from shardwise.testing.accelerator import counted
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.engine import loss_scaling
+from shardwise.engine.step import loss_scaling
 from shardwise.errors import CheckpointError, PlanError, UnderflowWarning
 from tests.engine.loops import begun, share
 from tests.engine.loops import plan_of as short_plan_of
