@@ -1,4 +1,4 @@
-"""Units: blocks are found by their repetition, all else by who holds it; and how often they are gathered."""
+"""Units: blocks are found by their repetition, all else by who holds it."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan import Outline
-from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit, Units, plan_units
 from tests.costs import calls_in
 from tests.plan.outlines import Tree, layers, model, trees
@@ -135,26 +134,3 @@ def test_every_parameter_has_one_unit_that_holds_it(tree: Tree) -> None:
 def test_any_name_comes_back_from_the_text(drawn: list[tuple[str, list[str], list[str]]]) -> None:
     units = Units(units=tuple(Unit(name=a, modules=tuple(b), parameters=tuple(c)) for a, b, c in drawn))
     assert units_from(units.text()) == units
-
-
-@pytest.mark.parametrize("n", [2, 3, 7])
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_units_one_after_the_other_are_gathered_as_the_formula_says(n: int, k: int) -> None:
-    found = count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=False)
-    assert sum(found.values()) == 2 * n * k - k - (k - 1)
-    assert set(count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=True).values()) == {1}
-    ahead = count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=False, ahead=True)
-    assert sum(ahead.values()) == 2 * n * k - 2 * k - 2 * (k - 1)
-
-
-def test_what_lies_around_others_stays_and_what_has_no_backward_is_gathered_once() -> None:
-    nested = [Use(9, True), *one_by_one(3), Use(9, False)]
-    found = count_gathers({0: nested}, [("F", 0), ("B", 0)], keeps=False)
-    assert found == {9: 1, 0: 2, 1: 2, 2: 1}
-    assert count_gathers({0: nested}, [("F", 0), ("B", 0)], keeps=False, backward={2, 9}) == {9: 1, 0: 1, 1: 1, 2: 1}
-
-
-def test_stages_of_one_rank_take_turns() -> None:
-    forward = {0: one_by_one(1), 2: [Use(5, True), Use(5, False)]}
-    actions = [("F", 0), ("F", 2), ("B", 2), ("B", 0)]
-    assert count_gathers(forward, actions, keeps=False) == {0: 2, 5: 1}

@@ -6,7 +6,7 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     what the model is                outlines, names, dtypes
     which module is on which stage   stages, balance
     in which order a stage works     schedules, schedule_check, timeline
-    who owns which elements          buckets, units, gathers, memory
+    who owns which elements          buckets, units, residency, memory
     what is kept for backward        activations, activation_choice, activation_budget
     what is cut along tp             tensor_rules -> tensor_matching -> tensor_cuts -> tensor_plan; tensor_inference
     what a save knows of training    saved_settings, optimizer_entries

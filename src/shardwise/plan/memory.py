@@ -9,7 +9,7 @@ With N elements, d owners, k microbatches, bfloat16 compute and AdamW; u is the 
     3        2N/d      4N/d                    4N/d     8N/d   4u, + 4u/d if k>1, 2a 4u         (d-1)/d N (2k + 2g)
 
 a: on accelerators, where the parts of others are held until they are added: (d-1)/d u (2 or 4) (`held_by_sum`).
-g: how often each unit is gathered (`plan.gathers`). N = 1e9, d = 8, k = 4, u = 2e7: stage 1 holds 2 + 4 + 0.5 + 1 GB,
+g: how often each unit is gathered (`plan.residency`). N = 1e9, d = 8, k = 4, u = 2e7: stage 1 holds 2 + 4 + 0.5 + 1 GB,
 stage 3 holds 0.25 + 0.5 + 0.5 + 1 + 0.09 + 0.08 GB. Stage 0 is one owner with d replicas: it sends gradients twice (a
 reduce-scatter and an all-gather of float32 sums) and no working copies. A running average of the weights takes as much
 as their masters. Activations do not count.

@@ -2,10 +2,10 @@
 
 A unit may be called several times before the first backward, and each call has its own backward:
 
-    forward    call 1 of U   call 2 of U                              num_uses 1, 0, 1, 0
-    backward                               call 2 of U   call 1 of U  num_uses 1, 0, 1, 0; reduced after call 1
+    forward    call 1 of U   call 2 of U                              uses 1, 0, 1, 0
+    backward                               call 2 of U   call 1 of U  uses 1, 0, 1, 0; reduced after call 1
 
-    Residence of a unit    SHARDED --fill--> ARRIVING --wait--> GATHERED --free, when another unit needs room--> SHARDED
+    Residence of a unit    SHARDED --gather--> ARRIVING --wait--> GATHERED --free--> SHARDED      (by `Residency`)
     Backward of a call     TO_COME --begin--> RUNNING --end--> DONE --resume, for a saved tensor--> RUNNING
 
 A backward that a forward or a loss runs itself is another task of autograd. It changes no state: the units are
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Work
+from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.layers import at_end_of_backward
 from shardwise.engine.forward.passes import Backward
 from shardwise.engine.zero.bucket_memory import ShardedBucket
@@ -49,10 +50,8 @@ class GatheredUnit:
     """Each with its class while it is gathered, and while it is not."""
     storages: frozenset[int]
     stage: int
-    num_uses: int = 0
-    """Forwards and backwards that need it now."""
     num_forwards: int = 0
-    """The forwards among them: only in these its parameters can be read as those of any module."""
+    """Forwards that need it now: only in these its parameters can be read as those of any module."""
     residence: Residence = Residence.SHARDED
     works: list[Work] = field(default_factory=list)
     """Transfers that were begun for it and not waited for."""
@@ -66,6 +65,29 @@ class GatheredUnit:
             if parameter.untyped_storage()._cdata == place[0] and start <= place[1] < start + parameter.numel():
                 return name
         return self.plan.name
+
+    def gather(self, counters: Counters) -> None:
+        """Take memory and begin the transfers."""
+        self.residence = Residence.ARRIVING
+        for bucket in self.buckets:
+            if (work := bucket.fill(counters, unit=self.plan.name)) is not None:
+                self.works.append(work)
+
+    def wait(self) -> None:
+        """End the transfers: the values are here."""
+        if self.works:
+            for work in self.works:
+                work.wait()
+            self.works.clear()
+        self.residence = Residence.GATHERED
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self.residence is Residence.ARRIVING:
+            self.wait()  # a transfer that nobody waited for would write to memory that others have by then
+        self.residence = Residence.SHARDED
+        for bucket in self.buckets:
+            bucket.free()
 
     def open(self) -> None:
         """Forwards that read its parameters follow.

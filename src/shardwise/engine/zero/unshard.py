@@ -1,4 +1,4 @@
-"""When units are gathered and let go: before and after the forwards and backwards of their modules (stage 3).
+"""Gathers units and lets them go, around the forwards and backwards of their modules, as `Residency` says (stage 3).
 
 One microbatch over three units; a unit after its use stays until the next one is gathered:
 
@@ -10,13 +10,13 @@ Unit 1 on one of 2 owners: 1000 elements in float32, 4000 bytes. Its part (2000)
 here all the time. In memory besides, in bytes:
 
     what happens                              calls                      whole copy   gradient   `num_uses`
-    forward of 1 begins                       use: fill, wait, open            4000          0            1
+    forward of 1 begins                       use: gather, wait, open          4000          0            1
     forward of 1 ends                         drop: close                      4000          0            0
-    forward of 2 begins                       _make_room: free                    0          0            0
+    forward of 2 begins                       use: free                           0          0            0
     gradient of an output of 1 is complete    begin_backward, use              4000          0            1
     gradients of its parameters come          GradReduce.collect               4000       4000            1
     gradient of an input of 1 is complete     end_backward: drop, reduce       4000       4000            0
-    backward of 0 begins                      _make_room: free                    0       4000            0
+    backward of 0 begins                      use: free                           0       4000            0
     reduction of 0 begins                     GradReduce._land                    0          0            0
 
 The next unit, as the last pass had it, is gathered while this one runs, where transfers progress without help. In a
@@ -53,10 +53,9 @@ from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unit_calls import GatheredUnit, Residence, UnitCall
 from shardwise.errors import CallMismatchError, ModelError
-from shardwise.plan.gathers import Use, count_gathers, one_by_one
+from shardwise.plan.residency import BACKWARD, FORWARD, RECOMPUTATION, Order, Residency, Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit
 
-FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 _DONE = "done"
 _NO_TASK = -2
 """No task of autograd has this number."""
@@ -90,20 +89,15 @@ class Unshard(Passes):
         self._gradients = gradients
         self._owners = owners
         self._counters = counters
-        self._keeps = self._keeps_always = keeps
-        self._is_held = False
-        """Whether a gradient was taken inside of a forward or a loss since the last step began."""
         self.task = _NO_TASK
         """See `UnitCall`."""
-        self._goes_ahead = all(each.arrives_alone for each in params.sharded)
-        """Whether a unit arrives while another one runs."""
+        self.residency = Residency(keeps=keeps, ahead=all(each.arrives_alone for each in params.sharded))
         self._microbatch: Callable[[], int] = lambda: 0
         self._bucket_at = {bucket.plan.slots[0].name: at for at, bucket in enumerate(params.sharded)}
         """The number of a bucket, by its first parameter."""
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
         self._first_stage = min((unit.stage for unit in self.units), default=sys.maxsize)
         """Of those of this rank that have units."""
-        self._resident: list[GatheredUnit] = []
         self._spans: tuple[tuple[int, int, UnitCall], ...] = ()
         """Of the calls whose forward runs now, from the inside out: where the memory of their units begins and ends."""
         self._copy: Copy | None = None
@@ -111,9 +105,6 @@ class Unshard(Passes):
         self.is_in_pass = False
         """Whether all data ranks run the model: a step, an evaluation or a prediction goes on."""
         self._trains = False
-        self._next: dict[tuple[str, int], tuple[str, GatheredUnit]] = {}
-        """(phase, unit) -> phase and unit of the use after it."""
-        self._last_use: tuple[str, int] | None = None
         self._outstanding: dict[int, dict[int, int]] = {}
         """Microbatch -> unit -> calls whose backward has not ended."""
         self._open: list[UnitCall] = []
@@ -162,7 +153,7 @@ class Unshard(Passes):
         self._trains = trains
         if trains:
             self._differentiated.clear()
-            self._keeps, self._is_held = self._keeps_always or self._is_held, False
+            self.residency.begin_training()
         self._gradients.begin_pass(trains=trains)
 
     @override
@@ -171,27 +162,26 @@ class Unshard(Passes):
         self._gradients.end_pass()
         # To wait for a peer that has failed would hide the error behind a timeout.
         if has_failed:
-            for unit in [each for each in self._resident if each.residence is Residence.ARRIVING]:
-                unit.works.clear()
-                unit.residence = Residence.SHARDED
-                self._resident.remove(unit)  # and keeps its memory, to which a transfer may still write
+            for unit in self.units:
+                if unit.residence is Residence.ARRIVING:
+                    unit.works.clear()
+                    unit.residence = Residence.SHARDED  # and keeps its memory, to which a transfer may still write
         self.release()
 
     def release(self) -> None:
         """Let go of everything, whatever state it is in."""
         self._copy = None
+        self.residency.release()
         for unit in self.units:
-            unit.num_uses = 0
             if unit.num_forwards:
                 unit.num_forwards = 0
                 unit.close()
-        for unit in list(self._resident):
-            self._free(unit)
+            if unit.residence is not Residence.SHARDED:
+                unit.free()
         self._open.clear()
         self._outstanding.clear()
         self._uses.clear()
         self.is_followed = False
-        self._last_use = None
 
     def microbatch_done(self, stage: int | None = None) -> None:
         """See `Passes`. Raises ModelError where a forward wrote to what it got as a copy of a parameter."""
@@ -253,7 +243,7 @@ class Unshard(Passes):
             unit = self.units[number]
             # The same calls as on the ranks that compute: collectives are matched by their order.
             if what == "hold":
-                self._keeps = self._is_held = True
+                self.residency.hold()
             elif what == "reduce":
                 self._reduce(unit)
             elif what == "use":
@@ -331,9 +321,9 @@ class Unshard(Passes):
         found = count_gathers(
             forward,
             one * num_microbatches if schedule is None else schedule,
-            keeps=self._keeps,
+            keeps=self.residency.keeps,
             backward=self._differentiated if order else None,
-            ahead=self._goes_ahead,
+            ahead=self.residency.ahead,
         )
         return {unit.plan.name: found[unit.number] for unit in self.units}
 
@@ -362,11 +352,12 @@ class Unshard(Passes):
         """Gather the units of a call, and end calls that autograd has passed."""
         # Autograd goes back in time: a call whose forward began after this one had ended has had its backward. A call
         # inside of this one began before its end, and stays open.
-        for later in [each for each in self._open if each.entered > call.left]:
-            later.end()
+        if self._open:
+            for later in [each for each in self._open if each.entered > call.left]:
+                later.end()
         self._open.append(call)
-        self._differentiated.update(unit.number for unit in call.units)
         for unit in call.units:
+            self._differentiated.add(unit.number)
             self.use(unit, BACKWARD)
 
     def end_backward(self, call: UnitCall) -> None:
@@ -394,9 +385,9 @@ class Unshard(Passes):
         # A graph that is differentiated twice saves parameters once more, and where no hook packs them. Nothing shows
         # when it is used last. In the next step too, which gathers each unit once then, as `keep_gathered` does: most
         # programs take such gradients in each step.
-        if not self._is_held:
+        if not self.residency.is_held:
             self._announce("hold", FORWARD, call.units[0])
-            self._keeps = self._is_held = True
+            self.residency.hold()
         self._count(call.units, call.microbatch)  # reduced with the end of the microbatch
         for unit in call.units:
             if unit.residence is not Residence.GATHERED:
@@ -416,9 +407,10 @@ class Unshard(Passes):
             before.check()
 
     def _reduce(self, unit: GatheredUnit) -> None:
-        self._announce("reduce", BACKWARD, unit)
-        if self._goes_ahead:
-            self._look_two_ahead(unit)
+        if self.is_followed:
+            self._announce("reduce", BACKWARD, unit)
+        if orders := self.residency.reduce(unit.number):
+            self._carry_out(orders)
         self._gradients.finish(unit.reductions)
 
     def check_in_pass(self, units: Sequence[GatheredUnit]) -> None:
@@ -489,49 +481,36 @@ class Unshard(Passes):
 
     def enter(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
         """Gather the units; `leave` follows, whatever happens in between. See `using`."""
+        noted = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else None
         for unit in units:
-            if self._trains and phase == FORWARD:
-                self._note_use(unit, call, begins=True)
+            if noted is not None:
+                noted.append((unit.number, True, call))
             self.use(unit, phase)
 
     def leave(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
         """Somebody has used the units."""
+        noted = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else None
         for unit in units:
-            if self._trains and phase == FORWARD:
-                self._note_use(unit, call, begins=False)
+            if noted is not None:
+                noted.append((unit.number, False, call))
             self.drop(unit, phase)
-
-    def _note_use(self, unit: GatheredUnit, call: UnitCall | None, *, begins: bool) -> None:
-        # The order of the forwards, from which `gathers_in` foretells the traffic of an update.
-        self._uses.setdefault(self._microbatch(), []).append((unit.number, begins, call))
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""
-        # A count and no flag: a module inside of another may have the same unit (ties), and forwards run inside of
-        # backwards (recomputation).
-        unit.num_uses += 1
         # Before the gather, which is a collective: the ranks that follow must be on their way to it.
         if self.is_followed:
             self._announce("use", phase, unit)
-        if unit.num_uses == 1:
-            if unit.residence is Residence.SHARDED:
-                self._make_room(unit)
-                self._fill(unit)
-            if unit.residence is Residence.ARRIVING:
-                self._wait(unit)
+        if orders := self.residency.begin(phase, unit.number):
+            self._carry_out(orders)
         # Autograd reads what it saved, which views the memory; only forwards read the parameters themselves.
         if phase != BACKWARD:
             unit.num_forwards += 1
             if unit.num_forwards == 1:
                 unit.open()
-        # Elsewhere a transfer goes on only while somebody waits: nothing would be won, and a second unit held.
-        if unit.num_uses == 1 and self._goes_ahead:
-            self._look_ahead(unit, phase)
 
     def drop(self, unit: GatheredUnit, phase: str) -> None:
-        """Somebody needs it no more. It stays until there is need for room."""
-        # Not freed here: the last unit of a forward is the first of the backward, and saves a gather.
-        unit.num_uses -= 1
+        """Somebody needs it no more."""
+        self.residency.end(unit.number)
         if self.is_followed:
             self._announce("drop", phase, unit)
         if phase != BACKWARD:
@@ -539,57 +518,15 @@ class Unshard(Passes):
             if not unit.num_forwards:
                 unit.close()
 
-    def _look_ahead(self, unit: GatheredUnit, phase: str) -> None:
-        """Begin to gather what was used next in the last pass."""
-        # A wrong guess costs one gather too many, and no deadlock: all ranks have used the same units in the same
-        # order, and guess alike.
-        if self._last_use is not None:
-            self._next[self._last_use] = phase, unit
-        self._last_use = phase, unit.number
-        if (following := self._next.get(self._last_use)) is not None:
-            self._fill_ahead(following[1])
-
-    def _look_two_ahead(self, unit: GatheredUnit) -> None:
-        """The backward of a unit has ended: begin to gather what is used after the next one, in its room."""
-        # Before the gradients leave: the backward after the next waits for this gather, and nothing waits for them.
-        if unit.num_uses or (following := self._next.get((BACKWARD, unit.number))) is None:
-            return
-        phase, stays = following
-        after = self._next.get((phase, stays.number))
-        if after is not None and stays.residence is not Residence.SHARDED:
-            self._fill_ahead(after[1], stays)
-
-    def _fill_ahead(self, unit: GatheredUnit, *stay: GatheredUnit) -> None:
-        if unit.residence is Residence.SHARDED:
-            self._make_room(unit, *stay)
-            self._fill(unit)
-
-    def _make_room(self, *stay: GatheredUnit) -> None:
-        if self._keeps:
-            return
-        for unit in tuple(self._resident):
-            if not unit.num_uses and unit not in stay:
-                self._free(unit)
-
-    def _fill(self, unit: GatheredUnit) -> None:
-        unit.residence = Residence.ARRIVING
-        self._resident.append(unit)
-        for bucket in unit.buckets:
-            if (work := bucket.fill(self._counters, unit=unit.plan.name)) is not None:
-                unit.works.append(work)
-
-    def _wait(self, unit: GatheredUnit) -> None:
-        for work in unit.works:
-            work.wait()
-        unit.works.clear()
-        unit.residence = Residence.GATHERED
-
-    def _free(self, unit: GatheredUnit) -> None:
-        self._wait(unit)  # a transfer that nobody waited for would write to memory that others have by then
-        self._resident.remove(unit)
-        unit.residence = Residence.SHARDED
-        for bucket in unit.buckets:
-            bucket.free()
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        units = self.units
+        for what, number in orders:
+            if what == "gather":
+                units[number].gather(self._counters)
+            elif what == "wait":
+                units[number].wait()
+            else:
+                units[number].free()
 
 
 @functools.cache

@@ -24,7 +24,8 @@ from shardwise.engine.forward.transforms import is_transformed, outside_of_trans
 from shardwise.engine.forward.writes import SeenTensor
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.unit_calls import GatheredUnit
-from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
+from shardwise.engine.zero.unshard import Unshard
+from shardwise.plan.residency import FORWARD, RECOMPUTATION
 
 _TENSORS = frozenset({torch.Tensor})
 
@@ -172,7 +173,7 @@ class OutsideReads:
         found = {self._unit_of[id(each)].number: self._unit_of[id(each)] for each in taken}
         # By number, so that all ranks gather them in one order, whatever the order of the arguments.
         units: list[GatheredUnit] = [found[number] for number in sorted(found)]
-        is_held = in_backward() and all(unit.num_uses for unit in units)
+        is_held = in_backward() and all(self._unshard.residency.num_uses[unit.number] for unit in units)
         if is_held and not (is_followed and torch.is_grad_enabled()):
             with self._unshard.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
                 return function(*args, **kwargs)
