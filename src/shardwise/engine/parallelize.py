@@ -382,7 +382,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
         host_gradients = HostGradients(
             tensors.buffers, channel.device, summed.may_change if channels.tensor.size > 1 else None
         )
-    gradients, passes = install(
+    gradients, passes, unshard = install(
         model,
         tensors.layout,
         owned,
@@ -398,7 +398,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
         decision.plan if plan.tensor.prove else NO_CUTS,
         channels.tensor,
         world=channel,
-        gather=passes.holding,
+        gather=None if unshard is None else unshard.holding,
         is_followed=lambda: passes.is_followed,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
@@ -415,7 +415,8 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
             chains=chains_of(inventory.specs, tensors.stages),
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
-        passes.number_by(runner.microbatch)
+        if unshard is not None:
+            unshard.number_by(runner.microbatch)
     activations.follow(passes, runner)
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
@@ -471,7 +472,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     sizes = PlanSizes(
         rank,
         tensors.layout,
-        passes=passes,
+        unshard=unshard,
         frozen_bytes=tensors.held.num_bytes(but=[tensors.buffers.holds, tensors.ties.held.parameters.__contains__]),
         matrices=tensors.matrices,
     )

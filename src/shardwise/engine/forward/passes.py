@@ -16,7 +16,7 @@ The calls of one pass, in each of its states:
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -79,13 +79,6 @@ class Passes:
     def hold_calls(self) -> None:
         """The forwards that go on save tensors as they are from here on: what they have gathered stays."""
 
-    def number_by(self, microbatch: Callable[[], int]) -> None:
-        """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
-
-    def holding(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
-        """The parameter has its values inside."""
-        return nullcontext()
-
     def pack_saved(self, tensor: torch.Tensor) -> object:
         """What autograd keeps in the place of a tensor that it saves: no tensor for one that is gathered.
 
@@ -93,11 +86,6 @@ class Passes:
         backward, as of an output that the loss does not use, would stay for ever. So the tensor is detached.
         """
         return tensor.detach()
-
-    def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int] | None:
-        """How often each unit is gathered in an update. schedule: forwards and backwards ("F", "B") by stage of the
-        pipeline; None: one after the other."""
-        return None
 
 
 class UnevenMicrobatches:

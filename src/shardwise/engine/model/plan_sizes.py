@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.comm.device_sums import sums_of
-from shardwise.engine.forward.passes import Passes
 from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.zero.reduce import OwnedLayout
+from shardwise.engine.zero.unshard import Unshard
 from shardwise.plan import Footprint, Traffic, footprint, traffic
 from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traffic
 
@@ -20,7 +20,7 @@ class PlanSizes:
         rank: RankParts,
         layout: OwnedLayout,
         *,
-        passes: Passes,
+        unshard: Unshard | None,
         frozen_bytes: int,
         matrices: MatrixUpdates | None,
     ) -> None:
@@ -34,7 +34,7 @@ class PlanSizes:
         self._layout = layout
         self._owner = rank.channels.owners.rank
         self._ties = rank.ties
-        self._passes = passes
+        self._unshard = unshard
         self._runner = rank.computation.runner
         self._matrices = matrices
 
@@ -87,7 +87,7 @@ class PlanSizes:
             actions = None
             if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
                 actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
-            gathers = self._passes.gathers_in(k, actions)
+            gathers = None if self._unshard is None else self._unshard.gathers_in(k, actions)
             owned = sharded_traffic(
                 layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
             )

@@ -112,8 +112,9 @@ def install(
     replicas: Channel,
     counters: Counters,
     taker: HostGradients | None = None,
-) -> tuple[GradReduce, Passes]:
-    """How gradients are reduced, and what data ranks do around microbatches: chosen here, once, by the stage.
+) -> tuple[GradReduce, Passes, Unshard | None]:
+    """How gradients are reduced, what data ranks do around microbatches, and what gathers units: chosen here, once, by
+    the stage.
 
     taker: gets the owned part of each bucket as soon as it is reduced.
     """
@@ -128,7 +129,7 @@ def install(
     )
     if layout.stage < 3:
         # Wrappers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
-        return gradients, gradients if gradients.moves_in_step else Passes()
+        return gradients, gradients if gradients.moves_in_step else Passes(), None
     unshard = Unshard(
         params,
         gradients,
@@ -149,7 +150,7 @@ def install(
             wrap(module, UnshardHook(unshard, units, place))
     see_transformations()
     OutsideReads(unshard, params)  # the parameters keep it, as their reader
-    return gradients, unshard
+    return gradients, unshard, unshard
 
 
 def _place_in(module: nn.Module, units: list[GatheredUnit]) -> tuple[nn.Module, str, nn.Parameter] | None:

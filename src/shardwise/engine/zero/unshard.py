@@ -297,12 +297,16 @@ class Unshard(Passes):
         phase, number = about
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
-    @override
     def number_by(self, microbatch: Callable[[], int]) -> None:
+        """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
         self._microbatch = microbatch
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
-        """See `Passes`. By the order of the last microbatch that was trained on; before it, by that of the model."""
+        """How often each unit is gathered in an update.
+
+        By the order of the last microbatch that was trained on; before it, by that of the model. schedule: forwards and
+        backwards ("F", "B") by stage of the pipeline; None: one after the other.
+        """
         order = [
             Use(
                 unit,
