@@ -58,7 +58,7 @@ from shardwise.engine.step.exchange import (
     merge_weights,
     parts_of_opening,
 )
-from shardwise.engine.step.figures import MadeOnHost, RankFigures, Surroundings
+from shardwise.engine.step.figures import FigureMaking, RankFigures, Surroundings
 from shardwise.engine.telemetry.rank_times import RankTimes
 from shardwise.plan import Merge, Plan
 from shardwise.space import Mesh
@@ -233,7 +233,7 @@ class StepSaid:
         stage, per_stage = self.ranks.stages[rank], PARAMETERS // self._kind.pp
         return {
             # Ranks along tp have one loss.
-            "figures": [struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random()), b"", b""],
+            "figures": [bytes(8), b"", struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random())],
             "times": self._times(rank, chance),
             "touched": [at // per_stage == stage for at in range(PARAMETERS)],
             "changed_buffers": [],
@@ -275,10 +275,10 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
         data_rank=said.ranks.data_ranks[rank],
         ranks=said.ranks,
         are_whole=False,
-        dtypes=[torch.float32] * PARAMETERS,
+        dtypes=(torch.float32,) * PARAMETERS,
         norm_dtype=torch.float32,
     )
-    figures = MadeOnHost(around)
+    figures = FigureMaking(around)
 
     def step(channel: Channel) -> None:
         with agreed(channel, purpose=OPENING, num_parts=NUM_PARTS_OF_OPENING) as agreement:
@@ -298,7 +298,6 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
             scale=None,
             runs=[],
             norms=None,
-            marked=(),
             used={},
         )
         made = figures.made(own, closing.figures)

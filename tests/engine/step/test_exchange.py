@@ -45,6 +45,8 @@ def test_weights_of_all_ranks_are_those_of_a_loop_over_them(by_rank: list[list[f
             losses = [0.3 + at + rank for at in range(len(own))]
             share = math.fsum(w * loss for w, loss in zip(own, losses, strict=True) if w) / weighting.total
             assert weighting.share_of_mean(losses, rank) == share
+            padded = np.array([losses + [math.inf] * (weighting.table.shape[1] - len(losses))])
+            assert weighting.shares_of_mean(padded, [rank]) == [share]
 
 
 @pytest.mark.parametrize("is_exact", [True, False])

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.engine.step.norm import divide_and_square
+from shardwise.engine.step.norm import squares_of_atoms
 from tests.covering import pairwise
 from tests.engine.loops import share
 from tests.engine.refusals import raise_of_all
@@ -232,7 +232,8 @@ def test_runs_are_divided_and_squared_together_as_one_by_one_and_nothing_between
             # Up to the next slot, and sometimes beyond: what is in between belongs to others then.
             at = -(-stop // 16) * 16 + places.choice([0, 0, 0, 16, 32])
         mine, expected = memory.clone(), memory.clone()
-        got = divide_and_square([(mine[start:stop], counts) for start, stop, counts in spans], 3, torch.device("cpu"))
+        runs = [(mine[start:stop], 0 if counts else ~0) for start, stop, counts in spans]
+        (got,) = squares_of_atoms(runs, 3, torch.device("cpu"), num_atoms=1)
         squares = []
         for start, stop, counts in spans:
             run = expected[start:stop].div_(3)

@@ -29,7 +29,7 @@ from shardwise.engine.optimizers.known import can_skip_on_device, skipping
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.shown_gradients import ShownGradients
 from shardwise.engine.step.exchange import StepExchange, Weighting, exchange_step
-from shardwise.engine.step.figures import Figures, RankFigures, Surroundings, figures_making
+from shardwise.engine.step.figures import FigureMaking, Figures, RankFigures, Surroundings
 from shardwise.engine.step.norm import clip_values, norm_dtype
 from shardwise.engine.step.norm_parts import NormParts, Norms, clipped_parts, norm_parts, reported_parts
 from shardwise.engine.telemetry.step_meter import StepMeter
@@ -56,10 +56,12 @@ class StepClosing:
         self._cut = {spec.name for spec in rank.inventory.specs if spec.portion is not None}
         """Names of owned parameters that are cut along tp."""
         self.hooked = WholeGradients(rank.summed, rank.tensor_decision.plan, rank.channels.tensor)
-        self.runs = runs_of(rank.buffers.owned, rank.buffers.ownership, counts=self._counts)
+        self.runs = runs_of(
+            rank.buffers.owned, rank.buffers.ownership, counts=lambda name: 0 if self._counts(name) else ~0
+        )
         """What this rank owns, in as few runs of memory as can be."""
-        dtypes = list(rank.names.trainable.values())
-        self._figures = figures_making(
+        dtypes = tuple(rank.names.trainable.values())
+        self._figures = FigureMaking(
             Surroundings(
                 world=rank.channels.world,
                 data_rank=rank.channels.everyone.rank,
@@ -192,10 +194,9 @@ class StepClosing:
             weights=weights,
             digests=digests,
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
-            runs=self._gradients.runs_of(self.runs),
+            runs=self._gradients.runs_of(self.runs if self._asked is None else self._asked.runs),
             parts=self._gradients.parts,
             norms=self._asked,
-            marked=() if self._asked is None else self._gradients.runs_of(self._asked.runs),
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.
             divisor=divisor,

@@ -9,7 +9,7 @@
                        parameters outside of the model, stop, whether optimizers step at once, whether somebody looks at
                        gradients, whether a buffer has another shape
                        3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 + 4 = 14 bits in 2 bytes
-            figures    loss and norm of this rank (`step_figures`)
+            figures    loss and norm of this rank (`figures`)
             times      of this rank up to here (`rank_times`)
 
 Each rank gets what all ranks give, computes the same from it, and so refuses, skips and stops like the others. A part
@@ -136,6 +136,13 @@ class Weighting:
         # What has no weight was not computed, and its stand-in is no value.
         pairs = zip(self.of_rank(rank), losses, strict=True)
         return math.fsum(weight * loss for weight, loss in pairs if weight) / self.total
+
+    def shares_of_mean(self, losses: Numbers, ranks: Sequence[int]) -> list[float]:
+        """As `share_of_mean`, of many: each row has the losses of one of `ranks`, and anything behind its last one."""
+        weights = self.table[[*ranks]]
+        with np.errstate(over="ignore", invalid="ignore"):
+            terms = np.multiply(weights, losses, out=np.zeros_like(losses), where=weights != 0)
+        return [each / self.total for each in map(math.fsum, terms.tolist())]
 
 
 def weigh(
@@ -436,13 +443,6 @@ def exchange_step(
         shows_gradients=anywhere[-2],
         are_reshaped=anywhere[-1],
     )
-
-
-def numbers_in(values: RankValues, count: int, *, purpose: str) -> Numbers:
-    """So many float64 of each rank: the first of all ranks, then the second, and so on."""
-    _table_of(values, 8 * count, purpose=purpose)
-    assert values.rows is not None
-    return np.ascontiguousarray(values.rows.view(np.float64).T)  # in the order of bytes of this machine
 
 
 def _table_of(values: RankValues, length: int, *, purpose: str) -> Table:

@@ -1,16 +1,17 @@
-"""What the dicts of a loss function have besides the loss: weighed as the loss is, and summed over ranks.
+"""The losses of a step or an evaluation, and what else the dicts of a loss function have: weighed alike, and summed.
 
-    rank 0, weights 2 1     {"loss": .., "aux": 1.0, "kl": 4.0}  {"loss": .., "aux": 4.0, "kl": 1.0}
-    rank 1, weight  1       {"loss": .., "aux": 2.0, "kl": 3.0}
-    kinds                   [["aux", "kl"]]                       of both: the names of each unlike dict
-    shares                  (2 * 1 + 1 * 4) / 4, (2 * 4 + 1 * 1) / 4      and 2 / 4, 3 / 4
+    rank 0, weights 2 1     {"loss": 8.0, "aux": 1.0}   {"loss": 4.0, "aux": 4.0}
+    rank 1, weight  1       {"loss": 2.0, "aux": 2.0}
+    kinds                   [["aux"]]                   of both: the names of each unlike dict
+    shares                  loss (2 * 8 + 1 * 4) / 4    aux (2 * 1 + 1 * 4) / 4     and 2 / 4, 2 / 4
 
 Kinds are compared by all ranks, in the message that they exchange anyway: ranks alike refuse unlike dicts. A rank that
-computes nothing has no kinds, and gives no shares.
+computes nothing has no kinds, and gives the share of its loss alone, which is 0.
 """
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from shardwise.comm.agreement import a_list, understood, understood_runs
 from shardwise.comm.rank_values import Index, RankValues
 from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.step.exact_sums import Numbers
-from shardwise.engine.step.exchange import Weighting, numbers_in, sum_of_losses
+from shardwise.engine.step.exchange import Weighting, sum_of_losses
 from shardwise.errors import ModelError
 
 Kinds = list[list[str]]
@@ -42,35 +43,32 @@ class LossEntries:
         found = {tuple(sorted(each.others)) for each, weight in counted if weight}
         self.kinds: Kinds = [[*kind] for kind in sorted(found)]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the loss function gives the loss alone."""
-        return self.kinds == _PLAIN
-
     def packed_kinds(self) -> bytes:
         """As they travel: nothing where there is nothing to say."""
-        return b"" if self.is_plain else json.dumps(self.kinds).encode()
+        return b"" if self.kinds == _PLAIN else json.dumps(self.kinds).encode()
 
-    def packed_shares(self) -> bytes:
-        """Of each name, the part of the weighted mean that this rank's microbatches make."""
-        if self.is_plain or len(self.kinds) != 1:
-            return b""
-        given = [each.others.get(name, 0.0) for name in self.kinds[0] for each in self._losses]
-        devices = {each.device for each in given if isinstance(each, torch.Tensor) and each.device.type != "cpu"}
-        # From a device in one copy.
-        values = torch.stack(self.on_device(devices.pop())).tolist() if devices else [*map(float, given)]
-        num_losses = len(self._losses)
-        cuts = [values[start : start + num_losses] for start in range(0, len(values), num_losses)]
-        return np.array([self._weighting.share_of_mean(cut, self._data_rank) for cut in cuts]).tobytes()
+    def values(self) -> list[list[torch.Tensor]]:
+        """The losses of all microbatches, and then the values of each name, where losses are; the host waits for none.
 
-    def on_device(self, device: torch.device) -> list[torch.Tensor]:
-        """The values of each name in turn, of all microbatches; the host waits for none."""
+        Ranks that are refused for unlike dicts have no names.
+        """
         names = self.kinds[0] if len(self.kinds) == 1 else []
-        return [_on(device, each.others.get(name, 0.0)) for name in names for each in self._losses]
+        losses = [each.loss for each in self._losses]
+        others = [[_on(each.loss.device, each.others.get(name, 0.0)) for each in self._losses] for name in names]
+        return [losses, *others]
+
+    def shares(self) -> list[float]:
+        """The part of the weighted mean that this rank's microbatches make: of the loss, and then of each name."""
+        values = self.values()
+        count = len(self._losses)
+        # From a device in one copy.
+        flat = torch.stack([each.double() for each in chain.from_iterable(values)]).tolist() if count else []
+        cuts = [flat[at * count : (at + 1) * count] for at in range(len(values))]
+        return [self._weighting.share_of_mean(cut, self._data_rank) for cut in cuts]
 
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+    if isinstance(value, torch.Tensor) and value.device == device:
         return value.detach().reshape(()).double()
     return torch.full((), float(value), device=device, dtype=torch.float64)
 
@@ -112,24 +110,32 @@ def names_in(kinds: Sequence[Kinds]) -> list[str]:
     return next((kind for each in kinds for kind in each), [])
 
 
-def sums_of_entries(
-    kinds: RankValues, shares: RankValues, alike: Index, *, is_exact: bool, purpose: str
-) -> dict[str, float]:
-    """The weighted mean of each name over all ranks. Raises ModelError for unlike dicts; see `sum_of_losses`."""
-    names = names_in(kinds_of_ranks(kinds, purpose=purpose))
-    if not names:
-        return {}
-    size = 8 * len(names)
-    if shares.rows is not None:
-        table: Numbers = numbers_in(shares, len(names), purpose=purpose)
-    else:
-        given = understood(shares, lambda packed: _shares_in(packed or bytes(size), len(names)), purpose=purpose)
-        table = np.array(given).T
-    return {name: sum_of_losses(row, alike, is_exact=is_exact) for name, row in zip(names, table, strict=True)}
+def rows_in(answers: RankValues, kinds: Sequence[Kinds], num_norms: Sequence[int], *, purpose: str) -> Numbers:
+    """A row for each rank from `LossEntries.shares` and so many norms behind them, all in float64.
+
+    Rows are equally long: 0 stands for names, and behind the last norm, where a rank has fewer than another.
+    Raises PeerError for a rank that gave more or less.
+    """
+    num_shares, most = 1 + len(names_in(kinds)), max(num_norms)
+    given = answers.rows
+    if given is not None and given.shape[1] == 8 * (num_shares + most) and len({*num_norms}) == 1 and all(kinds):
+        return given.view(np.float64)  # in the order of bytes of this machine
+    sizes = zip((num_shares if kind else 1 for kind in kinds), num_norms, strict=True)
+
+    def taken_apart(packed: bytes) -> tuple[Numbers, Numbers]:
+        numbers, size = np.frombuffer(packed, np.float64), next(sizes)
+        if len(numbers) != sum(size):
+            raise ValueError(f"{len(numbers)} numbers instead of {sum(size)}")
+        return numbers[: size[0]], numbers[size[0] :]
+
+    rows = np.zeros((len(answers), num_shares + most))
+    for row, (shares, norms) in zip(rows, understood([*answers], taken_apart, purpose=purpose), strict=True):
+        row[: len(shares)] = shares
+        row[num_shares : num_shares + len(norms)] = norms
+    return rows
 
 
-def _shares_in(packed: bytes, count: int) -> Numbers:
-    found = np.frombuffer(packed, np.float64)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} numbers instead of {count}")
-    return found
+def sums_of_shares(shares: Numbers, names: Sequence[str], alike: Index, *, is_exact: bool) -> dict[str, float]:
+    """The weighted mean of "loss", and then of each name, over all ranks; see `sum_of_losses`."""
+    found = zip(["loss", *names], shares.T, strict=True)
+    return {name: sum_of_losses(row, alike, is_exact=is_exact) for name, row in found}

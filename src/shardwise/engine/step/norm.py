@@ -11,12 +11,12 @@ Squares that the ranks of a mesh of 2 owners, 2 replicas and tp = 2 count; `w` i
 
 Squares are summed in float64, which makes the float32 norm independent of the cut. Where one data rank has whole
 gradients the norm is that of one process to the last bit, and so is taken as torch takes it: norms of the parameters
-first, then the norm of these, in torch's order (`norms_of`, `total_of_norms`).
+first, then the norm of these, in torch's order (`alike`, `total_of_norms`).
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain, pairwise
 from typing import TypeAlias
 
@@ -29,11 +29,6 @@ from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stay in cache."""
-
-
-def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float, device: torch.device) -> float:
-    """Divide gradients in place, and sum |g|^2 over all elements of those that count; runs: with whether they do."""
-    return squares_of_atoms(((run, 0 if counts else ~0) for run, counts in runs), divisor, device, num_atoms=1)[0]
 
 
 def squares_of_atoms(
@@ -127,18 +122,17 @@ def norm_of(squares: Sequence[float] | Numbers, dtype: torch.dtype) -> float:
     return float(torch.tensor(math.sqrt(total), dtype=dtype)) if math.isfinite(total) else math.nan
 
 
-def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The numbers of tensors of one dtype each, in the order in which torch goes through them."""
-    grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
-    return [indices for _, indices in grouped.values()]
+@lru_cache(maxsize=8)
+def alike(numbers: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[list[int]]:
+    """The parameters of one dtype each, in the order in which `torch.nn.utils.get_total_norm` adds their norms.
 
-
-def _alike(numbers: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[list[int]]:
-    """The parameters of one dtype each, in the order in which torch adds their norms."""
-    # The gradients themselves are on other stages. Torch groups tensors by dtype before it stacks their norms, and
-    # the order of the stack decides the last bit: tensors without elements make it group alike.
+    dtypes: of the gradients of all parameters.
+    """
+    # Some gradients are on other stages. Torch groups tensors by dtype before it stacks their norms, and the order of
+    # the stack decides the last bit: tensors without elements make it group alike.
     stand_ins = [torch.empty(0, dtype=dtypes[at], device=device) for at in numbers]
-    return [[numbers[at] for at in alike] for alike in _groups(stand_ins)]
+    groups = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True) if stand_ins else {}  # type: ignore[list-item]
+    return [[numbers[at] for at in indices] for _, indices in groups.values()]
 
 
 def clip_values(parts: Sequence[torch.Tensor], most: float) -> None:
@@ -160,50 +154,31 @@ def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torc
     # for each norm by itself, and torch has none that does not.
     real = [torch.view_as_real(each) if each.is_complex() else each for each in runs]
     norms = torch._foreach_norm(real, 2, torch.float64)
-    torch.linalg.vector_norm(_stacked(norms, kept, of), out=out)
+    stacked = torch.stack(norms, out=kept.place(f"norms{of}", len(norms), dtype=torch.float64))
+    torch.linalg.vector_norm(stacked, out=out)
 
 
-def norms_of(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The 2-norm of each gradient by its place, in the order in which `torch.nn.utils.get_total_norm` adds them."""
+def norms_of(gradients: Mapping[int, torch.Tensor], groups: Iterable[Sequence[int]]) -> dict[int, torch.Tensor]:
+    """The 2-norm of each gradient by its number; groups: from `alike`."""
     norms: dict[int, torch.Tensor] = {}
-    for alike in _groups(gradients):
-        norms |= zip(alike, torch._foreach_norm([gradients[at] for at in alike]), strict=True)
+    for group in groups:
+        norms |= zip(group, torch._foreach_norm([gradients[at] for at in group]), strict=True)
     return norms
-
-
-def total_of_each(norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, of: str = "") -> torch.Tensor:
-    """The 2-norm of gradients from `norms_of`, or from some of them, as `get_total_norm` takes it, bit for bit."""
-    # What torch does, but for the places.
-    if not norms:
-        return kept.place(f"norm{of}", dtype=torch.float32).zero_()
-    return _norm_of(_stacked(list(norms.values()), kept, of), kept, of)
 
 
 def total_of_norms(
     norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, dtypes: Sequence[torch.dtype], of: str = ""
 ) -> torch.Tensor:
-    """As `total_of_each`, equal to it to the bit, from norms that came from other ranks.
+    """The 2-norm of gradients as `torch.nn.utils.get_total_norm` takes it, bit for bit, but for the places.
 
-    `norms`: in float64, which holds them exactly, by the number of the parameter. `dtypes`: of the gradients of all
-    parameters.
+    norms: in the order of `alike`; those of other ranks in float64, which holds them exactly. dtypes: of the gradients
+    of all parameters.
     """
     if not norms:
         return kept.place(f"norm{of}", dtype=torch.float32).zero_()
-    known = sorted(norms)
-    order = [at for alike in _alike(known, dtypes, kept.device) for at in alike]
-    dtype = reduce(torch.promote_types, (dtypes[at].to_real() for at in known))
-    stacked = _stacked([norms[at] for at in order], kept, of)
-    narrow = kept.place(f"norms in their dtype{of}", len(order), dtype=dtype).copy_(stacked)
-    return _norm_of(narrow, kept, of)
-
-
-def _stacked(norms: Sequence[torch.Tensor], kept: KeptNumbers, of: str) -> torch.Tensor:
-    dtype = reduce(torch.promote_types, {each.dtype for each in norms})
-    return torch.stack(list(norms), out=kept.place(f"norms{of}", len(norms), dtype=dtype))
-
-
-def _norm_of(norms: torch.Tensor, kept: KeptNumbers, of: str) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(norms, out=kept.place(f"norm{of}", dtype=norms.dtype))
+    dtype = reduce(torch.promote_types, {dtypes[at].to_real() for at in norms})
+    stacked = torch.stack(list(norms.values()), out=kept.place(f"norms{of}", len(norms), dtype=dtype))
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, out=kept.place(f"norm{of}", dtype=dtype))
     return norm
 
 
