@@ -164,11 +164,11 @@ class FigureMaking:
         ]
         losses, norms, weights, digests = starmap(slice, pairwise(accumulate(sizes, initial=0)))
         columns = _Columns(losses, norms, weights, digests, names, num_losses)
-        num_given, num_parts = world.size * sum(sizes), 0 if own.norms is None else len(own.norms.numbers)
+        num_given, num_parts = len(kinds) * sum(sizes), 0 if own.norms is None else len(own.norms.numbers)
         # In float64, which holds any loss and any norm exactly.
         table = self._kept.place("table", num_given + 1 + num_parts, dtype=torch.float64)
         given, made = table[:num_given], table[num_given:]
-        rows = given.view(world.size, sum(sizes))
+        rows = given.view(len(kinds), sum(sizes))
         if around.is_host:
             counts = [*chain.from_iterable(repeat(self._num_norms(own, each), count) for (_, each), count in told)]
             rows.numpy()[:] = rows_in(answers[2], kinds, counts, purpose=_PURPOSE)
@@ -409,7 +409,7 @@ class Figures:
     @cached_property
     def _rows(self) -> Numbers:
         num_made = 1 + len(self._parts)
-        return self._copy.values()[:-num_made].reshape(self._around.world.size, -1)
+        return self._copy.values()[:-num_made].reshape(-1, self._columns.digests.stop)
 
     @cached_property
     def _norms(self) -> list[float]:
