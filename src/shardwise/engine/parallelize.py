@@ -7,7 +7,7 @@
                             decided alike: stages, units of stage 3, cuts along tp, who initialises what
         ~~~~ the last point where all ranks raise and no tensor has changed ~~~~
     [3] build, in step      tensors   cut -> drop other stages -> room -> move -> flat buffers -> optimizers -> values
-                            forwards  casts, tensor parallelism, unshard, proof, pipeline: each around those before
+                            forwards  casts, and the layers of the plan in the order of `layers.Place`
 
 Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for its own tensors
 only. Then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
@@ -305,7 +305,6 @@ def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     if channel.rank == 0 and plan.precision.loss_scale is None and computes_in_float16(inventory.specs):
         warn_of_underflow("the model trains in float16")
     # What an earlier plan has put around modules comes off: the model may run on the sample here.
-    PipelineRunner.take_off(model)
     unwrap(model)
     if placement is None:
         placement = agree_on_placement(model, plan, asked.loss, asked.sample, channel)
@@ -363,13 +362,10 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     model, plan, channel, counters = asked.model, asked.plan, asked.channel, asked.counters
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
-    # Before anything wraps forwards: a module whose instance has a forward of its own counts as one that may draw.
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(asked, inspected, terms, channels)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
-    # Wrappers stand around each other in the order of these calls: statistics of batches, activations, tensor
-    # parallelism, then what gathers its portions, then the proof, which watches both. The runner comes last: all of
-    # that is the forward of a placed module to it.
+    # Layers of forwards stand at their `Place`, whatever the order of these calls.
     let_inputs_follow(model, plan.precision)
     synchronise(model, channels.everyone, random)
     let_encoders_pad(model, plan)

@@ -1,5 +1,8 @@
-"""Working copies in another dtype than the batch: inputs follow them wherever they are; what stays in float32."""
+"""Layers stand at their places. Working copies in another dtype than the batch: inputs follow them in all modules."""
 
+import copy
+import inspect
+import itertools
 import warnings
 from functools import partial
 from typing import Any
@@ -11,6 +14,7 @@ from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from shardwise.comm import alone
+from shardwise.engine.forward.layers import OfEngine, Place, is_compiled, take_off, unwrap, unwrapped, wrap
 from shardwise.errors import ModelError, UnderflowWarning
 from tests.engine.loops import begun, mean_square, on_ranks, plan_of
 from tests.oracle.batches import points, square_loss
@@ -161,3 +165,50 @@ def test_parametrized_modules_may_be_kept_and_batch_norms_are_unasked(made: Any,
     plan = plan_of("dp_shard=2", stage, precision=sw.Precision(compute="bfloat16", keep=keep))
     on_ranks(make, plan, [{"input": torch.linspace(-1, 1, 48).view(8, 6)}] * 2, loss=mean_square)
     assert dtypes == {torch.float32}
+
+
+class Noted(OfEngine):
+    def __init__(self, place: Place, calls: list[Place]) -> None:
+        self.place = place
+        self.calls = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(self.place)
+        return self.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("order", list(itertools.permutations([Place.TENSOR, Place.PROOF, Place.STAGE])))
+def test_layers_stand_at_their_places_whatever_was_put_on_first(order: tuple[Place, ...], compiles: bool) -> None:
+    calls, hooked, compiled = list[Place](), list[nn.Module](), list[nn.Module]()
+    linear, x = nn.Linear(4, 2), torch.ones(1, 4)
+    expected = linear(x)
+    linear.register_forward_hook(lambda module, *_: hooked.append(module))
+    if compiles:
+        whole: Any = linear._call_impl
+
+        def as_compiled(*args: Any) -> Any:
+            compiled.append(linear)
+            return whole(*args)
+
+        linear._compiled_call_impl = as_compiled
+    layers = {place: Noted(place, calls) for place in order}
+    for each in layers.values():
+        wrap(linear, each)
+    assert torch.equal(linear(x), expected)
+    assert (calls, len(hooked), len(compiled)) == ([Place.STAGE, Place.PROOF, Place.TENSOR], 1, compiles)
+    assert list(inspect.signature(linear.forward).parameters) == ["input"]
+    assert is_compiled(linear) == compiles
+    twin = copy.deepcopy(linear)
+    nn.init.zeros_(twin.weight)
+    nn.init.zeros_(twin.bias)
+    assert not twin(x).any()
+    take_off(layers[Place.PROOF])
+    with unwrapped(linear):
+        assert torch.equal(linear(x), expected)
+    linear(x)
+    assert calls[3:] == [Place.STAGE, Place.TENSOR]
+    assert len(compiled) == 3 * compiles
+    unwrap(linear)
+    assert "forward" not in vars(linear)
+    assert (linear._compiled_call_impl is not None) == compiles

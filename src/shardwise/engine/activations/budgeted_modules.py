@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from typing_extensions import override
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
@@ -24,7 +24,7 @@ from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter
 from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
 from shardwise.engine.forward.aside import attributes_set
-from shardwise.engine.forward.layers import Forward, OfEngine
+from shardwise.engine.forward.layers import OfEngine, Place
 from shardwise.engine.forward.passes import unpack
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
@@ -37,7 +37,9 @@ _TRIAL_BYTES = 8 << 20
 
 
 class BudgetedModule(OfEngine):
-    """A `Wrapper`: runs a module as was chosen for it."""
+    """Runs a module as was chosen for it."""
+
+    place = Place.RECOMPUTATION
 
     def __init__(
         self,
@@ -61,32 +63,26 @@ class BudgetedModule(OfEngine):
         """What holds until something was chosen."""
         self.choice: Choice = self.unmeasured
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
-        wrapper, meter = self.by_choice[self.choice], self._budget.meter
-        if meter is not None and wrapper is not None and torch.is_grad_enabled() and not self._random.is_suspended:
-            return self._measured(meter, wrapper, module, forward, args, kwargs)
-        return forward(*args, **kwargs) if wrapper is None else wrapper.run(module, forward, args, kwargs)
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        chosen, meter = self.by_choice[self.choice], self._budget.meter
+        if meter is not None and chosen is not None and torch.is_grad_enabled() and not self._random.is_suspended:
+            return self._measured(meter, chosen, args, kwargs)
+        return self.forward(*args, **kwargs) if chosen is None else chosen.run(self.forward, args, kwargs)
 
     def _measured(
-        self,
-        meter: SavedMeter,
-        wrapper: Recomputed | Offloaded,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, meter: SavedMeter, chosen: Recomputed | Offloaded, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        record = meter.begin(self.name, type(module).__name__, tuple(self.by_choice), (args, kwargs))
+        record = meter.begin(self.name, type(self.module).__name__, tuple(self.by_choice), (args, kwargs))
         if record is None:
-            return wrapper.run(module, forward, args, kwargs)
+            return chosen.run(self.forward, args, kwargs)
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            return meter.run(record, forward, args, kwargs)
+            return meter.run(record, self.forward, args, kwargs)
 
         try:
             with attributes_set(meter, {"is_inside": True}):
-                return wrapper.run(module, measured, args, kwargs)
+                return chosen.run(measured, args, kwargs)
         finally:
             if self.recomputed is not None:
                 record.kept_bytes = self.recomputed.kept_bytes

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, is_plain, transform
 from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
 from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.forward.kept_objects import held_tensors, own_generators
-from shardwise.engine.forward.layers import Forward, OfEngine
+from shardwise.engine.forward.layers import Forward, OfEngine, Place
 from shardwise.engine.forward.precision import meeting_dtypes
 from shardwise.engine.forward.randomness import KeyedRandom, may_draw
 from shardwise.engine.forward.transforms import is_transformed, see_transformations
@@ -38,7 +39,9 @@ from shardwise.errors import ActivationsWarning, ModelError
 
 
 class Recomputed(OfEngine):
-    """A `Wrapper`: keeps the inputs of a module, and runs it again in backward."""
+    """Keeps the inputs of a module, and runs it again in backward."""
+
+    place = Place.RECOMPUTATION
 
     def __init__(
         self,
@@ -67,8 +70,12 @@ class Recomputed(OfEngine):
         self.kept_bytes = 0
         """Of outputs that the last call has kept."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.forward, args, kwargs)
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward, of this layer or of one that measures it."""
         if not torch.is_grad_enabled() or self._random.is_suspended:  # no backward follows
             return forward(*args, **kwargs)
         # Nor inside of torch.func, which knows no checkpoints; nor with other tensors in the place of the parameters

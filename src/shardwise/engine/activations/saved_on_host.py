@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.engine.activations.pinned_blocks import PinnedBlocks
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
-from shardwise.engine.forward.layers import Forward, OfEngine
+from shardwise.engine.forward.layers import Forward, OfEngine, Place
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.passes import unpack as unpack_parameter
 from shardwise.engine.forward.randomness import KeyedRandom
@@ -278,14 +279,20 @@ def unpack(saved: Any) -> torch.Tensor:
 
 
 class Offloaded(OfEngine):
-    """A `Wrapper`: what the forward of a module saves for backward waits on the host."""
+    """What the forward of a module saves for backward waits on the host."""
+
+    place = Place.OFFLOAD
 
     def __init__(self, transfers: HostTransfers, random: KeyedRandom) -> None:
         self._transfers = transfers
         self._random = random
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.forward, args, kwargs)
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward, of this layer or of one that measures it."""
         transfers = self._transfers
         # Inside of the user's hooks, or of a checkpoint, nothing is saved here.
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)

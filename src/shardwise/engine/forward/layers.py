@@ -1,23 +1,26 @@
-"""Forwards around forwards: what a plan does before and after a module runs, put on the module itself.
+"""Layers around the forwards of modules: what a plan does before and after a module runs, put on the module itself.
 
-A wrapper takes the place of `module.forward` on the instance, so that hooks, `__call__` and the class stay as they are.
-Wrappers stand around each other in the order in which they were put on. They come off from the outside in.
+The outermost layer takes the place of `module.forward` on the instance, so that hooks, `__call__` and the class stay as
+they are. Each layer declares its `Place`, and `wrap` puts it there, whatever was put on before it.
 
-    module(x) -> hooks -> module.forward:  proof( unshard( tensor parallelism( the class's own forward ) ) )
-                                           put on third    second    first
+    module(x) -> hooks -> module.forward:  stage( proof( unshard( tensor parallelism( the module's own forward ) ) ) )
 
-Under `module.compile()` the compiled call replaces the innermost forward, and is given the module without hooks.
+Under `module.compile()` the compiled call replaces the module's own forward, and is given the module without hooks.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum, auto
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from shardwise.engine.forward.aside import attributes_set
+from shardwise.engine.forward.aside import attributes_set, items_set
 
 Forward = Callable[..., Any]
 
@@ -25,134 +28,207 @@ APART = "_shardwise_runs_apart"
 """An attribute of modules while this rank runs them for itself (a proof): nothing may wait for other data ranks."""
 
 
-class Wrapper(Protocol):
-    """What runs in the place of a forward."""
+class Place(IntEnum):
+    """Where a layer stands, from the inside out. Of two layers of one place the later one stands around the earlier."""
+
+    CLASS = auto()
+    """What a class of torch computes is done in another way."""
+    RECOMPUTATION = auto()
+    """Inside of all that communicates: what is done around a forward happens once."""
+    OFFLOAD = auto()
+    """Around the checkpoint: the inputs that it keeps are what is saved."""
+    TENSOR = auto()
+    UNSHARD = auto()
+    """Around the styles, which read parameters."""
+    PROOF = auto()
+    """Compares what the styles give, of parameters that are gathered."""
+    STAGE = auto()
+    """All that is inside runs on the stage."""
+    PROGRAM = auto()
+    WATCH = auto()
+
+
+class Layer(ABC):
+    """Something that stands around the forward of one module, and is called in its place."""
+
+    place: Place
+    structure: Hashable = None
+    """What decides the shapes of its outputs, apart from the module."""
+    module: nn.Module
+    forward: Forward
+    """What it stands around: the next layer, or the innermost forward."""
+    own: "OwnForward"
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`, and give its output, or do something else in its place."""
 
     @property
-    def structure(self) -> Hashable:
-        """What decides the shapes of its outputs, apart from the module."""
-
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `forward`, which is the module's own or that of the wrapper inside, and give its output."""
+    def __wrapped__(self) -> Forward:  # where `inspect.signature` looks
+        return self.own.forward
 
 
-class PlainRun:
-    """A `Wrapper` that adds nothing: copies and pickles of a module have it in the place of an engine's."""
+class PlainLayer(Layer):
+    """A layer that adds nothing: copies and pickles of a module have it in the place of an engine's."""
 
-    structure = None
-
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
-        return forward(*args, **kwargs)
-
-
-class OfEngine:
-    """Of wrappers that mean nothing without their engine."""
-
-    structure: Hashable = None
-    """See `Wrapper`: most change no shapes."""
-
-    def __reduce__(self) -> tuple[type[PlainRun], tuple[()]]:
-        return PlainRun, ()
-
-
-class _Wrapped:
-    """The forward of a module with one wrapper around it."""
-
-    def __init__(self, module: nn.Module, wrapper: Wrapper) -> None:
-        self.module = module
-        self.wrapper = wrapper
-        self.inner: Forward = module.forward
-        self.was_own = "forward" not in vars(module)
-        self.original = self.inner
-        self.__wrapped__ = self.inner  # where `inspect.signature` looks
-        self.compiled: Forward | None = module._compiled_call_impl
-        """What `module.compile()` made of the whole call. It stays inside of the wrapper, and hooks outside of both."""
-        if self.compiled is not None:
-            # torch would call the compiled forward and never this one. What was compiled has the class's own forward
-            # in it.
-            vars(module)["_compiled_call_impl"] = None
-            self.inner = self._run_compiled
-
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapper.run(self.module, self.inner, args, kwargs)
+        return self.forward(*args, **kwargs)
+
+
+class OfEngine(Layer):
+    """Of layers that mean nothing without their engine."""
+
+    @override
+    def __reduce__(self) -> tuple[type[PlainLayer], tuple[()], dict[str, Any]]:
+        return PlainLayer, (), {key: getattr(self, key) for key in ("place", "module", "forward", "own")}
+
+
+class OwnForward:
+    """What a module had before any layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Forward = module.forward
+        self.is_attribute = "forward" in vars(module)
+        """Whether the user gave it to the object; else it is that of the class."""
+        self.compiled: Forward | None = module._compiled_call_impl
+        """What `module.compile()` made of the whole call. It stays inside of all layers, and hooks outside of them."""
+        self.innermost = self.forward if self.compiled is None else self._run_compiled
+        if self.compiled is not None:
+            # torch would call the compiled forward and never a layer. What was compiled has the own forward in it.
+            vars(module)["_compiled_call_impl"] = None
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """The call as it was compiled: of the module with its own forward, whose hooks have been called already."""
-        assert self.compiled is not None
-        with as_compiled(self.module, self.original):
+        if self.compiled is None:
+            return self.forward(*args, **kwargs)
+        # What was compiled is `_call_impl`, which runs hooks and `self.forward`: with both in place hooks would run
+        # twice, and layers would be called, or traced, inside of themselves.
+        bare = {"forward": self.forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+        with attributes_set(self.module, bare):
             return self.compiled(*args, **kwargs)
 
+    def give_back(self) -> None:
+        """Let the module be as it was."""
+        attributes = vars(self.module)
+        # No attribute where there was none: a bound method on the instance would go into copies and pickles of the
+        # module, bound to the first one.
+        del attributes["forward"]
+        if self.is_attribute:
+            attributes["forward"] = self.forward
+        if self.compiled is not None:
+            attributes["_compiled_call_impl"] = self.compiled
 
-def as_compiled(module: nn.Module, forward: Forward) -> AbstractContextManager[None]:
-    """The module as it was when it was compiled: with its own forward. Its hooks have been called already."""
-    # What was compiled is `_call_impl`, which runs hooks and `self.forward`: with both in place hooks would run twice,
-    # and what stands around the forward would be called, or traced, inside of itself.
-    bare: dict[str, object] = {"forward": forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
-    return attributes_set(module, bare)
-
-
-def wrap(module: nn.Module, wrapper: Wrapper) -> None:
-    """Put `wrapper` around the forward that `module` has now."""
-    module.forward = _Wrapped(module, wrapper)
-
-
-def structures_of(forward: object) -> tuple[Hashable, ...]:
-    """Of the wrappers around a forward, from the outside in: their kinds, and what decides shapes."""
-    found = []
-    while isinstance(forward, _Wrapped):
-        found.append((type(forward.wrapper), forward.wrapper.structure))
-        forward = forward.inner
-    return tuple(found)
+    def __getstate__(self) -> dict[str, Any]:
+        # As torch does in copies and pickles of a module: what was compiled calls the first one.
+        return {**vars(self), "compiled": None}
 
 
-def eager(forward: Forward) -> Forward:
-    """What a wrapper was given to run, without what `module.compile()` made of it."""
-    holder = getattr(forward, "__self__", None)
-    return holder.original if isinstance(holder, _Wrapped) else forward
+def layers_of(module: nn.Module) -> list[Layer]:
+    """The layers around a module's forward, from the outside in."""
+    found: list[Layer] = []
+    forward = vars(module).get("forward")
+    while isinstance(forward, Layer):
+        found.append(forward)
+        forward = forward.forward
+    return found
+
+
+def wrap(module: nn.Module, layer: Layer) -> None:
+    """Put `layer` at its place around the forward of `module`."""
+    found = layers_of(module)
+    layer.module = module
+    layer.own = found[0].own if found else OwnForward(module)
+    outside = list(takewhile(lambda each: each.place > layer.place, found))
+    if outside:
+        layer.forward, outside[-1].forward = outside[-1].forward, layer
+    else:
+        layer.forward, vars(module)["forward"] = found[0] if found else layer.own.innermost, layer
+
+
+def take_off(layer: Layer) -> None:
+    """Take a layer off; one that is inside of a forward of the user's stays."""
+    found = layers_of(layer.module)
+    if layer not in found:
+        return
+    at = found.index(layer)
+    if at > 0:
+        found[at - 1].forward = layer.forward
+    elif len(found) > 1:
+        vars(layer.module)["forward"] = layer.forward
+    else:
+        layer.own.give_back()
+
+
+@contextmanager
+def wrapped(module: nn.Module, layer: Layer) -> Iterator[None]:
+    """The layer is around the forward of `module` meanwhile."""
+    wrap(module, layer)
+    try:
+        yield
+    finally:
+        take_off(layer)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Take all layers off the modules of `model`: they have the forwards with which they came."""
+    for module in model.modules():
+        if found := layers_of(module):
+            found[0].own.give_back()
+
+
+@contextmanager
+def unwrapped(model: nn.Module, *attributes: str) -> Iterator[None]:
+    """Inside, the modules have no layers. What they have under `attributes` may be taken off too, and comes back."""
+    keys = ("forward", "_compiled_call_impl", *attributes)
+    saved = [(vars(each), {key: vars(each)[key] for key in keys if key in vars(each)}) for each in model.modules()]
+    unwrap(model)
+    try:
+        yield
+    finally:
+        for held, before in saved:
+            for key in keys:
+                held.pop(key, None)
+            held.update(before)
+
+
+def structures_of(module: nn.Module) -> tuple[Hashable, ...]:
+    """Of the layers of a module, from the outside in: their kinds, and what decides shapes."""
+    return tuple((type(each), each.structure) for each in layers_of(module))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the user gave the object another forward than its class has."""
+    found = layers_of(module)
+    return found[-1].own.is_attribute if found else "forward" in vars(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, before layers were put on or after."""
+    return module._compiled_call_impl is not None or any(each.own.compiled is not None for each in layers_of(module))
+
+
+@contextmanager
+def run_eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside, no module of `model` runs as it was compiled."""
+    places = [(vars(each), "_compiled_call_impl", None) for each in model.modules() if is_compiled(each)]
+    owns = [found[0].own for each in model.modules() if (found := layers_of(each))]
+    with items_set([*places, *((vars(own), "compiled", None) for own in owns)]):
+        yield
 
 
 def strip(module: nn.Module, forward: Forward) -> Forward:
-    """The module's own forward, without the wrappers in `forward`; the modules inside get their own forwards back, too.
+    """The module's own forward, without the layers in `forward`; the modules inside get their own forwards back, too.
 
     For a while: nothing is taken off, so `vars` of the modules have to be restored.
     """
     for each in module.modules():
-        if each is not module and isinstance(held := vars(each).get("forward"), _Wrapped):
-            vars(each)["forward"] = _innermost(held)
-    return _innermost(forward)
-
-
-def _innermost(forward: Forward) -> Forward:
-    while isinstance(forward := eager(forward), _Wrapped):
-        forward = forward.original
+        if found := layers_of(each):
+            vars(each)["forward"] = found[-1].own.forward
+    while isinstance(forward, Layer):
+        forward = forward.forward
     return forward
-
-
-def take_off(module: nn.Module, wrapper: Wrapper) -> None:
-    """Take off the outermost wrapper; one that is wrapped in another stays."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, _Wrapped) and forward.wrapper is wrapper:
-        _give_back(module, forward)
-
-
-def unwrap(model: nn.Module) -> None:
-    """Take all wrappers off the modules of `model`: they have the forwards with which they came."""
-    for module in model.modules():
-        # From the outside in, because each one knows only what it found.
-        while isinstance(forward := vars(module).get("forward"), _Wrapped):
-            _give_back(module, forward)
-
-
-def _give_back(module: nn.Module, forward: _Wrapped) -> None:
-    if forward.compiled is not None:
-        vars(module)["_compiled_call_impl"] = forward.compiled
-    if forward.was_own:
-        # Not assigned: a bound method on the instance would go into copies and pickles of the module, bound to the
-        # first one.
-        del module.forward
-    else:
-        module.forward = forward.original
 
 
 def package_of(hook: object) -> str:

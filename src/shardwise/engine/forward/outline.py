@@ -5,6 +5,7 @@ from types import FrameType, TracebackType
 
 from torch import nn
 
+from shardwise.engine.forward.layers import has_own_forward, is_compiled
 from shardwise.errors import ModelError
 from shardwise.plan import Outline
 
@@ -50,7 +51,7 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
     return Outline(
         name=name,
         kind=type(module).__name__,
-        is_container=type(module).forward is nn.Module.forward and "forward" not in vars(module),
+        is_container=type(module).forward is nn.Module.forward and not has_own_forward(module),
         children=tuple(children),
         own_parameters=tuple(own_parameters),
         aliases=tuple(names[module][1:]),
@@ -64,7 +65,7 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
 
 def is_closed(module: nn.Module) -> bool:
     """Whether the modules inside are not called as modules, because they are compiled into one."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # module.compile, torch.compile
+    return is_compiled(module) or "_orig_mod" in module._modules  # module.compile, torch.compile
 
 
 def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:

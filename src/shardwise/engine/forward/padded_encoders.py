@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.engine.forward.aside import attributes_set
-from shardwise.engine.forward.layers import Forward, OfEngine, wrap
+from shardwise.engine.forward.layers import OfEngine, Place, wrap
 from shardwise.plan import Plan
 
 
@@ -27,10 +28,13 @@ def let_encoders_pad(model: nn.Module, plan: Plan) -> None:
 
 
 class _ZeroPadding(OfEngine):
-    """A `Wrapper`."""
+    """The forward of a `TransformerEncoder`."""
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
+    place = Place.CLASS
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, forward = self.module, self.forward
         assert isinstance(module, nn.TransformerEncoder)
         valid = _valid_places(module, *args, **kwargs)
         if valid is None:

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.nested_values import tensors_in, transform
-from shardwise.engine.forward.outline import innermost_module
+from shardwise.engine.forward.outline import innermost_module, is_closed
 from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
 from shardwise.plan import Parameter, Precision
 
@@ -110,7 +110,7 @@ class MeetingDtypes(TorchFunctionMode):
         self._is_needed: bool | None = None
         """None: not known before the first step has ended."""
         # What is compiled would compile again.
-        if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in model.modules()):
+        if any(map(is_closed, model.modules())):
             self._is_needed = False
 
     def watched(self, *, learns: bool) -> AbstractContextManager[object]:

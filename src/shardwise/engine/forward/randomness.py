@@ -34,7 +34,7 @@ from torch.nn.modules import module as _module_hooks
 
 from shardwise.comm.accelerators import random_sources
 from shardwise.engine.forward.aside import attributes_set
-from shardwise.engine.forward.layers import in_backward
+from shardwise.engine.forward.layers import has_own_forward, in_backward
 from shardwise.engine.forward.transforms import is_transformed, outside_of_transformations
 from shardwise.errors import ModelError
 
@@ -311,7 +311,7 @@ class StreamSplit:
         self.root: Callable[[], nn.Module | None] = root
         """The model that it was put on for."""
         # Dropout in evaluation mode draws nothing: no split, and no cost in evaluations.
-        self._in_training_only = type(module) in _DRAW_IN_TRAINING and "forward" not in vars(module)
+        self._in_training_only = type(module) in _DRAW_IN_TRAINING and not has_own_forward(module)
         self._handles = [
             # First before and last after: what the user's hooks draw belongs to the call.
             module.register_forward_pre_hook(self, prepend=True),
@@ -359,7 +359,7 @@ def may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
     """Whether a call of the module may draw a random number: nothing is known of classes that are not torch's."""
     if module not in known:
         known[module] = False  # a module that holds itself
-        itself = type(module) not in _DRAW_NOTHING or "forward" in vars(module)
+        itself = type(module) not in _DRAW_NOTHING or has_own_forward(module)
         takes_hooks = not isinstance(module, torch.jit.ScriptModule)
         known[module] = (takes_hooks and itself) or any(may_draw(child, known) for child in module.children())
     return known[module]

@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
 from shardwise.comm.accelerators import random_numbers_kept, synchronize
-from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.kept_objects import own_generators
+from shardwise.engine.forward.layers import Layer, Place, is_compiled, wrapped
 from shardwise.engine.forward.outline import named_modules, outline_of
 from shardwise.engine.forward.packed_tensors import PackedPlaces
 
@@ -93,18 +94,11 @@ def _metered(
 @contextmanager
 def calls_watched(module: nn.Module, start: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
     """Call `start` before each call of the module and `stop` after it."""
-    compiled: Callable[..., Any] | None = module._compiled_call_impl
-    if compiled is not None:  # hooks would be compiled too
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start()
-            output = compiled(*args, **kwargs)
-            stop()
-            return output
-
-        with attributes_set(module, {"_compiled_call_impl": timed}):
+    if is_compiled(module):  # hooks would be compiled too
+        with wrapped(module, _Watched(start, stop)):
             yield
     else:
+        # No layer: modules of torch that look for hooks would take a way around the modules inside.
         before = module.register_forward_pre_hook(lambda *_: start())
         after = module.register_forward_hook(lambda *_: stop())
         try:
@@ -112,6 +106,23 @@ def calls_watched(module: nn.Module, start: Callable[[], None], stop: Callable[[
         finally:
             before.remove()
             after.remove()
+
+
+class _Watched(Layer):
+    """Says when a call begins and ends."""
+
+    place = Place.WATCH
+
+    def __init__(self, start: Callable[[], None], stop: Callable[[], None]) -> None:
+        self._start = start
+        self._stop = stop
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._start()
+        output = self.forward(*args, **kwargs)
+        self._stop()
+        return output
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

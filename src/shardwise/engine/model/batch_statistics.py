@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm import Channel
-from shardwise.engine.forward.layers import APART, Forward, OfEngine, wrap
+from shardwise.engine.forward.layers import APART, OfEngine, Place, wrap
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.tensor.tp_collectives import TpCollectives
 from shardwise.errors import ModelError
@@ -36,7 +37,7 @@ def synchronised_in(model: nn.Module) -> list[nn.SyncBatchNorm]:
 
 
 def synchronise(model: nn.Module, channel: Channel, random: KeyedRandom) -> None:
-    """Put the sums over the ranks of `channel` into the forwards. Innermost: what a plan does comes around them."""
+    """Put the sums over the ranks of `channel` into the forwards."""
     if channel.size > 1:
         collectives = TpCollectives(channel, "statistics of SyncBatchNorm")
         for module in synchronised_in(model):
@@ -61,18 +62,21 @@ def _sum(value: torch.Tensor, collectives: TpCollectives) -> torch.Tensor:
 
 
 class _OfAllRows(OfEngine):
-    """A `Wrapper`: the forward of a SyncBatchNorm."""
+    """The forward of a SyncBatchNorm."""
+
+    place = Place.CLASS
 
     def __init__(self, collectives: TpCollectives, random: KeyedRandom) -> None:
         self._collectives = collectives
         self._random = random
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """See `Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        module = self.module
         assert isinstance(module, nn.SyncBatchNorm)
         # Outside of the steps of all ranks a call is of this rank alone.
         if not module.training or self._random.active is None or APART in vars(module):
-            return cast("torch.Tensor", forward(*args, **kwargs))
+            return cast("torch.Tensor", self.forward(*args, **kwargs))
         (given,) = (*args, *kwargs.values())
         module._check_input_dim(given)
         x = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given

@@ -1,7 +1,7 @@
 """The model and its optimizers whole on a rank, for a while: what the plain program would have.
 
 [1] gather     parameters (their masters, in the dtype in which the model came), buffers, optimizer state; rank to rank
-[2] put in     whole tensors take the places of parts; the wrappers of the plan and the refusals come off
+[2] put in     whole tensors take the places of parts; the layers of the plan and the refusals come off
 [3] the body   state_dict(), save_pretrained(), deepcopy(), torch.save(), load_state_dict()
 [4] put back   the parts; where the body wrote, the values of rank 0 go to the ranks that hold them
 
@@ -22,7 +22,7 @@ from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.batch_digests import digest_of_lines
 from shardwise.engine.forward.inventory import named_places, with_values
-from shardwise.engine.forward.layers import is_ours
+from shardwise.engine.forward.layers import is_ours, unwrapped
 from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
@@ -38,8 +38,7 @@ from shardwise.engine.model.state_of_all import (
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
-from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
+from shardwise.engine.tensor.styles import HEAD_MARK, forget_heads
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter
@@ -52,9 +51,6 @@ Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRe
 """See `Engine.restore`."""
 
 _PURPOSE = "the whole model"
-
-_OF_PLANS = ("forward", "_compiled_call_impl", HEAD_MARK)
-"""Attributes of modules in which plans put something."""
 
 _HOOKS = frozenset(name for name, held in vars(nn.Module()).items() if name.endswith("_hooks") and held is not None)
 
@@ -243,19 +239,17 @@ class _WholeModel:
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
         ]
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._without_layers = unwrapped(model, HEAD_MARK)
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> "_WholeModel":
         for each in self._model.modules():
-            attributes = vars(each)
-            self._attributes.append((attributes, {key: attributes[key] for key in _OF_PLANS if key in attributes}))
-            for hooks in [held for name, held in attributes.items() if name in _HOOKS and held]:
+            for hooks in [held for name, held in vars(each).items() if name in _HOOKS and held]:
                 self._hooks.append((hooks, dict(hooks)))
                 for number in [number for number, hook in hooks.items() if is_ours(hook)]:
                     del hooks[number]
-        PipelineRunner.take_off(self._model)
-        TensorParallel.take_off(self._model)
+        self._without_layers.__enter__()
+        forget_heads(self._model)
         for module, key, place, _ in self._parts:
             # Not register_parameter: recurrent modules keep lists of theirs.
             setattr(module, key, self.parameters[self._ties.get(place, place)])
@@ -274,10 +268,7 @@ class _WholeModel:
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
         put_back(self._swapped)
-        for attributes, before in self._attributes:
-            for key in _OF_PLANS:
-                attributes.pop(key, None)
-            attributes.update(before)
+        self._without_layers.__exit__(None, None, None)
         for hooks, order in self._hooks:
             added = {number: hook for number, hook in hooks.items() if number not in order}
             hooks.clear()

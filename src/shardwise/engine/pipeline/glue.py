@@ -10,7 +10,7 @@ wait for it there, and all go on with the same number.
     x[:, :1] > 0       x in the batch                 executed on all ranks
     h.item()           any stage                      executed there, and announced to all ranks
     h.data_ptr()       any stage                      refused on all ranks
-    block(h)           a placed module                see `PipelineRunner`; operations inside it do not come here
+    block(h)           a placed module                executed on its stage; operations inside it do not come here
 """
 
 import math
@@ -38,7 +38,7 @@ from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
 from shardwise.engine.pipeline.infer import CallInference
 from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue
-from shardwise.engine.pipeline.staged_calls import StagedOperation
+from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedOperation
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.errors import BatchError, ModelError
@@ -253,6 +253,27 @@ class Glue(TorchFunctionMode):
         if func in _MEMORIES or func in _GRAPH:
             self._refuse_access(func, args, kwargs)
         return self.executor.execute(flow, StagedOperation(func, draws=func in _RANDOM), None, args, kwargs)
+
+    def on_module(self, unit: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a placed module that is called between the others, or inside of one of its stage."""
+        flow = self.flow
+        if flow is None:
+            advice = advice_on_loops(self._stages.model) or "call the model through these"
+            raise ModelError(
+                f"{unit.name!r} is called outside of engine.step, evaluate, predict and generate, and its stage "
+                f"{unit.stage} may be on another rank; {advice}"
+            )
+        if self.is_inside:
+            if self._stages.is_local(unit.stage):
+                return unit.forward(*args, **kwargs)
+            raise ModelError(
+                f"{unit.name!r}, on stage {unit.stage}, is called inside a module of another stage, after "
+                f"{flow.last!r}; place both on one stage"
+            )
+        if is_transformed():
+            raise refusal_of_transformed(f"{unit.name!r}, on stage {unit.stage}, is called", INSIDE_A_MODULE)
+        with self.off():
+            return self.executor.execute(flow, unit, unit.stage, args, kwargs)
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a custom autograd function that is called between placed modules."""

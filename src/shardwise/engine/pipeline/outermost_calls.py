@@ -9,13 +9,14 @@ Between outermost calls the program has plain tensors, and may decide by their v
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import update_wrapper
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm.nested_values import transform
+from shardwise.engine.forward.layers import OfEngine, Place, wrapped
 from shardwise.engine.forward.randomness import Stream
 from shardwise.engine.pipeline.nested import Opaque
 from shardwise.engine.pipeline.stage_tensor import StageTensor
@@ -28,10 +29,11 @@ class OutermostCalls:
 
     def __init__(self, flow: MicrobatchFlow, streams: Callable[[int], Stream]) -> None:
         """streams: what the n-th call draws from."""
-        self._flow = flow
-        self._streams = streams
-        self._num_calls = 0
-        self._is_inside = False
+        self.flow = flow
+        self.streams = streams
+        self.number = 0
+        """Of calls so far."""
+        self.is_inside = False
 
     @contextmanager
     def seen(self, stages: Stages) -> Iterator[None]:
@@ -42,34 +44,34 @@ class OutermostCalls:
             if each not in stages.modules and any(inner in stages.modules for inner in each.modules())
         ]
         # Placed modules too: a program may call one by itself.
-        around = [*holders, *(unit.module for unit in stages.units)]
-        own = [vars(each).get("forward") for each in around]
-        for each in around:
-            vars(each)["forward"] = self._noticing(each.forward)
-        try:
+        with ExitStack() as stack:
+            for each in [*holders, *(unit.module for unit in stages.units)]:
+                stack.enter_context(wrapped(each, _OutermostCall(self)))
             yield
+
+
+class _OutermostCall(OfEngine):
+    """Around one of the modules."""
+
+    place = Place.PROGRAM
+
+    def __init__(self, calls: OutermostCalls) -> None:
+        self._calls = calls
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self._calls
+        if calls.is_inside:
+            return self.forward(*args, **kwargs)
+        calls.is_inside = True
+        calls.number += 1
+        try:
+            # The loop draws from its own numbers, which no call of a module may change: another rank skips it.
+            with calls.streams(calls.number):
+                output = self.forward(*args, **kwargs)
+            return given_to_all(calls.flow, output)
         finally:
-            for each, forward in zip(around, own, strict=True):
-                if forward is None:
-                    del vars(each)["forward"]
-                else:
-                    vars(each)["forward"] = forward
-
-    def _noticing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
-                return forward(*args, **kwargs)
-            self._is_inside = True
-            self._num_calls += 1
-            try:
-                # The loop draws from its own numbers, which no call of a module may change: another rank skips it.
-                with self._streams(self._num_calls):
-                    output = forward(*args, **kwargs)
-                return given_to_all(self._flow, output)
-            finally:
-                self._is_inside = False
-
-        return update_wrapper(run, forward)  # programs ask for the signature
+            calls.is_inside = False
 
 
 def given_to_all(flow: MicrobatchFlow, output: Any) -> Any:

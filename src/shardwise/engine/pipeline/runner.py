@@ -24,20 +24,18 @@ from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, NoMoreM
 from shardwise.engine.forward.passes import UnevenMicrobatches
 from shardwise.engine.forward.randomness import KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
-from shardwise.engine.forward.transforms import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
+from shardwise.engine.pipeline.glue import Glue, LossOf
 from shardwise.engine.pipeline.infer import CallInference
 from shardwise.engine.pipeline.mailbox import SAME_FORWARD, Mailbox
 from shardwise.engine.pipeline.outermost_calls import OutermostCalls, given_to_all
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
-from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, here
 from shardwise.engine.pipeline.transfers import MicrobatchFlow, Paths, Purpose
-from shardwise.errors import ModelError, StageReadsWarning
+from shardwise.errors import StageReadsWarning
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after
 from shardwise.plan.schedules import Action, Schedule, make_schedule
@@ -100,10 +98,7 @@ class PipelineRunner:
         )
         random.skipped = {each.module for each in self.stages.units if not self.stages.is_local(each.stage)}
         for unit in self.stages.units:
-            # On the object, not in a wrapper module: names of parameters, `isinstance` and the user's hooks stay as
-            # they are. `module.compile()` compiles the whole call, hooks included; its code is run by `PlacedModule`
-            # inside of them.
-            vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
+            unit.put_on(self._glue.on_module)
 
     @property
     def transfers(self) -> tuple[tuple[int, int], ...] | None:
@@ -118,16 +113,6 @@ class PipelineRunner:
     def microbatch(self) -> int:
         """The number of the one that calls of modules belong to now; -1 outside of all."""
         return -1 if self.flow is None else self.flow.number
-
-    @staticmethod
-    def take_off(model: nn.Module) -> None:
-        """Give the modules that an earlier plan placed their own forwards back."""
-        for module in model.modules():
-            placed = vars(module).get("forward")
-            # A copy of a placed model, and a model under a new plan, still have the forwards that this class gave
-            # them.
-            if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
-                placed.args[0].give_back()
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, no program over stages runs in this thread."""
@@ -344,26 +329,3 @@ class PipelineRunner:
                 StageReadsWarning,
                 stacklevel=4,
             )
-
-    # The model ------------------------------------------------------------------------------------------------------
-
-    def _forward(self, unit: PlacedModule, *args: Any, **kwargs: Any) -> Any:
-        """In the place of a placed module's forward."""
-        flow = self.flow
-        if flow is None:
-            advice = advice_on_loops(self.stages.model) or "call the model through these"
-            raise ModelError(
-                f"{unit.name!r} is called outside of engine.step, evaluate, predict and generate, and its stage "
-                f"{unit.stage} may be on another rank; {advice}"
-            )
-        if self._glue.is_inside:
-            if self.stages.is_local(unit.stage):
-                return unit.forward(*args, **kwargs)
-            raise ModelError(
-                f"{unit.name!r}, on stage {unit.stage}, is called inside a module of another stage, after "
-                f"{flow.last!r}; place both on one stage"
-            )
-        if is_transformed():
-            raise refusal_of_transformed(f"{unit.name!r}, on stage {unit.stage}, is called", INSIDE_A_MODULE)
-        with self._glue.off():
-            return self._glue.executor.execute(flow, unit, unit.stage, args, kwargs)

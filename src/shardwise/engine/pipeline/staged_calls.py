@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import is_plain, tensors_in
 from shardwise.engine.forward.aside import items_set, kept_attributes
-from shardwise.engine.forward.layers import as_compiled, is_ours, structures_of
+from shardwise.engine.forward.layers import OfEngine, Place, is_ours, run_eagerly, structures_of, wrap
 from shardwise.engine.pipeline.nested import token_of
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.errors import ModelError
@@ -217,9 +218,14 @@ class StagedOperation:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class PlacedModule:
-    """A placed module."""
+OnModule = Callable[["PlacedModule", tuple[Any, ...], dict[str, Any]], Any]
+"""Gives the output of a placed module for a call in the program."""
 
+
+class PlacedModule(OfEngine):
+    """A placed module: its calls in the program, and what runs on its stage."""
+
+    place = Place.STAGE
     is_user_code = True
     draws = False  # from a stream of its own only
     ignores_numbers = False
@@ -228,15 +234,7 @@ class PlacedModule:
         self.name = name
         self.module = module
         self.stage = stage
-        self.forward = module.forward
-        """The module's forward before it was placed."""
-        # Some modules have a forward of their own as an attribute (a wrapper of shardwise or of another library). It
-        # has to come back as an attribute; for all others the attribute has to vanish, so that the class's forward
-        # is found again.
-        self._own_attributes = {key: vars(module)[key] for key in ("forward",) if key in vars(module)}
         self.inner = [each for each in module.modules() if each is not module]
-        self._compiled: Callable[..., Any] | None = module._compiled_call_impl
-        """The compiled whole call, after `module.compile()`; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
         self.frozen: tuple[str, ...] = ()
         """Parameters inside without `requires_grad` at present, which decides what needs a gradient."""
@@ -250,10 +248,14 @@ class PlacedModule:
         self._identity: Hashable | None = None
         """In that state."""
 
-    def give_back(self) -> None:
-        """The module is placed no more."""
-        vars(self.module).pop("forward", None)
-        vars(self.module).update(self._own_attributes, _compiled_call_impl=self._compiled)
+    def put_on(self, on_call: OnModule) -> None:
+        """Let `on_call` have the calls of the module."""
+        self._on_call = on_call
+        wrap(self.module, self)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._on_call(self, args, kwargs)
 
     def key(self) -> Hashable:
         """See `StagedCall`. Layers that only differ in their number and their values are alike."""
@@ -284,8 +286,7 @@ class PlacedModule:
                 state.append(tuple(each._forward_pre_hooks))
         if state != self._state or self._identity is None:
             self._state = state
-            is_plain_call = self._compiled is None and not self._hooked()
-            self._identity = (self, *state) if is_plain_call else None
+            self._identity = None if self._hooked() else (self, *state)
         return self._identity
 
     def values_set(self) -> list[tuple[nn.Module, str]]:
@@ -310,10 +311,7 @@ class PlacedModule:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`."""
         with self._recording() as records:
-            if self._compiled is None:
-                return self.forward(*args, **kwargs), tuple(records)
-            with as_compiled(self.module, self.forward):
-                return self._compiled(*args, **kwargs), tuple(records)
+            return self.forward(*args, **kwargs), tuple(records)
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`. Writes of forward into the module itself are taken back."""
@@ -331,7 +329,7 @@ class PlacedModule:
             # `torch.compile(module)` compiles for real tensors. The module inside is tried in its place: shapes are
             # the same.
             eager = getattr(self.module, "_orig_mod", None)
-            with self._recording() as records:
+            with run_eagerly(self.module), self._recording() as records:
                 return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
         finally:
             put_back()
@@ -430,8 +428,7 @@ def _structure_of(module: nn.Module, name: str) -> Hashable:
             for key, held in sorted(vars(each).items())
             if not key.startswith("_") and key not in ("training", "forward")
         ]
-        forward = vars(each).get("forward")
-        attributes.append(("forward", structures_of(forward) or _attribute(forward)))
+        attributes.append(("forward", structures_of(each) or _attribute(vars(each).get("forward"))))
         described.append((inner_name, type(each), tuple(tensors), tuple(attributes)))
     return tuple(described)
 

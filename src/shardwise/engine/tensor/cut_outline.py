@@ -20,6 +20,7 @@ from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.forward.aside import attributes_set, parameters_set
 from shardwise.engine.forward.inventory import named_places, place_of
+from shardwise.engine.forward.layers import has_own_forward
 from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.plan.names import BASE_LAYER, base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
@@ -158,7 +159,7 @@ class Probes:
             # An embedding is known by its class. `max_norm` renormalizes the rows that tokens read,
             # `scale_grad_by_freq` counts tokens: a rank that has other tokens masked out would do both otherwise.
             settings = [key for key in ("max_norm", "scale_grad_by_freq") if getattr(module, key)]
-            own = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+            own = type(module).forward is not nn.Embedding.forward or has_own_forward(module)
             return {
                 "computes": "embedding",
                 "problem": _embedding_problem(settings),
@@ -168,7 +169,7 @@ class Probes:
         weight = held.get("weight")
         if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"} or is_dtensor(weight):
             return {}
-        if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+        if type(module).forward is nn.Linear.forward and not has_own_forward(module):
             return {"computes": "linear"}
         if any(True for _ in module.children()):
             return {}

@@ -1,6 +1,6 @@
 """Runs a forward once and writes down which features of its linear maps have to be on one rank.
 
-    q = Linear(6, 4)   the wrapper `_Followed` runs it paused, and gives its output 4 fresh atoms     a b c d
+    q = Linear(6, 4)   the layer `_Followed` runs it paused, and gives its output 4 fresh atoms     a b c d
     view, q @ k^T      the mode `Following` runs each operation and applies its rule to the atoms     a b | c d
     o = Linear(4, 6)   `_Followed` notes the atoms that it reads, and gives its output fresh ones     reads a b c d
     afterwards         `_TraceReader` numbers the groups: q gives 1 1 3 3, o reads 1 1 3 3            a `ForwardTrace`
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from shardwise.engine.forward.inventory import named_places
-from shardwise.engine.forward.layers import Forward, unwrap, wrap
+from shardwise.engine.forward.layers import Layer, Place, unwrap, wrap
 from shardwise.engine.forward.trial_runs import calls_watched, unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
@@ -37,7 +38,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         for name, known in followed_maps(outline)
     }
     names: dict[int, str] = {}
-    of_module = {each.module: name for name, each in followed.items()}
+    of_module = {each.holder: name for name, each in followed.items()}
     owners: dict[int, str] = {}
     for module, _, name, parameter in named_places(model):
         names.setdefault(id(parameter), name)
@@ -61,18 +62,18 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
     return _TraceReader(flow, followed, outline, root.given, names=names).trace()
 
 
-class _Root:
+class _Root(Layer):
     """Notes what the model gives."""
 
-    structure = "recorded"
+    place = Place.WATCH
 
     def __init__(self, flow: TensorFlow) -> None:
         self.given: list[torch.Tensor] = []
         self._flow = flow
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `forward.layers.Wrapper`."""
-        output = forward(*args, **kwargs)
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.forward(*args, **kwargs)
         for each in _tensors_in(output):
             if (numbers := self._flow.numbers(each)) is not None:
                 self.given.append(numbers)
@@ -88,13 +89,13 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
 
 
-@dataclass(slots=True)
-class _Followed:
+@dataclass(eq=False)
+class _Followed(Layer):
     """A linear map or an embedding, and what it read and gave."""
 
     known: TensorModule
     """Under the name of what is called."""
-    module: nn.Module
+    holder: nn.Module
     """It holds the weight."""
     called: nn.Module
     """It, or the adapter around it."""
@@ -106,16 +107,16 @@ class _Followed:
     is_lookup: bool = True
     order: int = -1
 
-    structure = "recorded"
+    place = Place.WATCH
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `forward.layers.Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flow = self.flow
         assert flow is not None
         # A count, not a flag: a followed module may call another one (an adapter around its base layer).
         flow.paused += 1
         try:
-            output = forward(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
         finally:
             flow.paused -= 1
         if flow.paused:
@@ -162,12 +163,12 @@ class _Followed:
         flow.give(output, numbers.narrow(last, 0, 1).expand(output.shape))
 
     def _is_plain(self, given: torch.Tensor, output: torch.Tensor) -> bool:
-        weight = self.module._parameters["weight"]
+        weight = self.holder._parameters["weight"]
         assert weight is not None
         if self.known.computes != "embedding":
             outputs = weight.shape[0 if self.known.computes == "linear" else 1]
             return output.shape == (*given.shape[:-1], outputs) and output.dim() > 0
-        own = type(self.module).forward is not nn.Embedding.forward
+        own = type(self.holder).forward is not nn.Embedding.forward
         self.is_lookup &= not own or _is_lookup(weight, given, output)
         return not given.is_floating_point() and output.shape == (*given.shape, weight.shape[1])
 

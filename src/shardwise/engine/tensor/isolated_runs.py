@@ -28,7 +28,7 @@ from shardwise.comm.accelerators import random_numbers_kept, random_states, roun
 from shardwise.comm.nested_values import is_plain, tensors_in, transform
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.kept_objects import held_tensors, own_generators
-from shardwise.engine.forward.layers import APART, Forward, eager, package_of, strip
+from shardwise.engine.forward.layers import APART, Forward, package_of, run_eagerly, strip
 from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
@@ -143,11 +143,10 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
     ):
         # A forward may write into the modules, their lists and dicts.
         stack.callback(kept_attributes(module.modules(), contents=(list, dict, set)))
+        # What module.compile() made of it would be compiled anew for these parameters.
+        stack.enter_context(run_eagerly(module))
         _prepare(module, parameters, way)
-        if way.is_cut:
-            # Not what module.compile() made of it: it would be compiled anew for these parameters.
-            forward = eager(forward)
-        else:
+        if not way.is_cut:
             # A model that computes its loss inside would take whole logits for a part of a cut head.
             forget_heads(module)
             forward = strip(module, forward)
@@ -200,7 +199,7 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
         packed = [name for name, held in each._parameters.items() if held is not None and is_packed(held)]
         if not packed:  # kernels may pack codes in another way in evaluation mode
             each.training = way.trains and (each.training or not is_in_training)
-        vars(each).update({"_compiled_call_impl": None, APART: True})
+        vars(each)[APART] = True
         for hooks in (each._forward_pre_hooks, each._forward_hooks):
             for number in [number for number, hook in hooks.items() if not _is_kept(hook, way)]:
                 del hooks[number]

@@ -27,12 +27,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import override
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.aside import attributes_set
-from shardwise.engine.forward.layers import Forward, in_backward, take_off, wrap
+from shardwise.engine.forward.layers import Forward, Layer, Place, in_backward, take_off, wrap
 from shardwise.engine.forward.packed_tensors import first_tensor, is_packed
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
@@ -421,9 +422,9 @@ class Proof:
         finally:
             self._calls.pop()
 
-    def compare(self, watch: "_RegionWatch", forward: Forward, inputs: CopiedInputs | Unknown) -> None:
+    def compare(self, watch: "_RegionWatch", inputs: CopiedInputs | Unknown) -> None:
         """Compare a region; a refusal is kept until all ranks are asked."""
-        # The calls that go on, from the outside in; the nearest one around has a wrapper too, and is compared in the
+        # The calls that go on, from the outside in; the nearest one around has a layer too, and is compared in the
         # place of this region when its own forward ends.
         around = next((each for each in reversed(self._calls) if each is not watch), None)
         verdict: Unknown | str | None = None
@@ -431,7 +432,7 @@ class Proof:
             verdict = inputs
         else:
             with self._working():
-                verdict = watch.comparison.verdict(forward, inputs, is_outermost=around is None)
+                verdict = watch.comparison.verdict(watch.forward, inputs, is_outermost=around is None)
         if isinstance(verdict, str):
             self._refusals.append(verdict)
         elif verdict is not None and around is not None:
@@ -439,11 +440,11 @@ class Proof:
         elif verdict is not None:
             self.unproved[watch.comparison.region.name] = verdict.why
 
-    def explain(self, watch: "_RegionWatch", forward: Forward, inputs: CopiedInputs, error: Exception) -> None:
+    def explain(self, watch: "_RegionWatch", inputs: CopiedInputs, error: Exception) -> None:
         """Raise ModelError for an error of a forward that the whole module does not raise."""
         with self._working():
             text = watch.comparison.explanation(
-                forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip()
+                watch.forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip()
             )
         if text:
             raise ModelError(text) from error
@@ -453,7 +454,7 @@ class Proof:
         """Modules run inside. Raises ModelError for what is refused, also in the place of an error that follows it.
 
         The whole world agrees the first time that all ranks are here (`by_all`). Regions that are done lose their
-        wrapper, so that later steps cost nothing.
+        layer, so that later steps cost nothing.
         """
         try:
             yield
@@ -477,11 +478,10 @@ class Proof:
             refusals = [each.decode() for each in answers if each]
         if refusals:
             raise ModelError(refusals[0])
-        # A wrapper that has another one around it cannot be taken off yet and stays, passing calls on.
         for watch in self._watched:
             if watch.state != "waiting":
                 watch.state = "done"
-                take_off(watch.comparison.module, watch)
+                take_off(watch)
         self._watched = [watch for watch in self._watched if watch.state == "waiting"]
         self._warn()
 
@@ -503,43 +503,45 @@ class Proof:
             yield
 
 
-class _RegionWatch:
-    """A `Wrapper` of a region, or of a module around one.
+class _RegionWatch(Layer):
+    """Around a region, or a module around one.
 
     waiting --compared--> done --all agreed--> taken off
     standby --a region inside hands the proof on--> waiting          standby --its call ends--> done
     """
 
-    structure = None
-    """It changes no shapes."""
+    place = Place.PROOF
 
     def __init__(self, proof: Proof, comparison: Comparison) -> None:
         self.comparison = comparison
         self.state: State = "waiting" if comparison.region.is_needed else "standby"
-        self.run = uncompiled(self._run)
+        self._run = uncompiled(self._seen)
         self._proof = proof
 
-    def _run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         proof = self._proof
         # Not inside of the proof's own runs, and not in a recomputation, which is an earlier call once more. At stage 3
         # data ranks that skip this microbatch gather what this rank announces, and a proof gathers more than that.
         is_passed = self.state == "done" or proof.is_at_work or in_backward() or proof.is_followed()
-        if is_passed or not _is_real(module, args, kwargs):
-            return forward(*args, **kwargs)
+        if is_passed or not _is_real(self.module, args, kwargs):
+            return self.forward(*args, **kwargs)
         # Before the forward: it may write to what it is given.
         inputs = _copied(args, kwargs)
         with proof.calling(self):
             try:
-                output = forward(*args, **kwargs)
+                output = self.forward(*args, **kwargs)
             except ShardwiseError:
                 raise
             except Exception as error:
                 if isinstance(inputs, CopiedInputs):
-                    proof.explain(self, forward, inputs, error)
+                    proof.explain(self, inputs, error)
                 raise
             if self.state == "waiting":
-                proof.compare(self, forward, inputs)
+                proof.compare(self, inputs)
             self.state = "done"
         return output
 

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from shardwise.comm.accelerators import random_states
 from shardwise.engine.forward.aside import parameters_set
 from shardwise.engine.forward.inventory import named_places
 from shardwise.engine.forward.kept_objects import own_generators
-from shardwise.engine.forward.layers import Forward, unwrap, wrap
+from shardwise.engine.forward.layers import Layer, Place, unwrap, wrap
 from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.trial_runs import unchanged
@@ -132,17 +133,17 @@ def _ends(style: Style) -> bool:
     return style.kind in ("row", "vocab", "gathered") or style.gathers
 
 
-class _Listener:
+class _Listener(Layer):
     """Keeps what a module reads and gives."""
 
-    structure = "heard"
+    place = Place.WATCH
 
     def __init__(self, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._calls = calls
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `forward.layers.Wrapper`."""
-        output = forward(*args, **kwargs)
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.forward(*args, **kwargs)
         # Copies: the model may write in place to what it reads or gives.
         self._calls.append((_first(args, kwargs).clone(), output.clone()))
         return output
@@ -152,10 +153,11 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
 
 
-class _Prompter:
+class _Prompter(Layer):
     """Compares what a module reads with what it reads in the whole model, and gives what it gives there."""
 
-    structure = "rehearsed"
+    place = Place.TENSOR
+    """In the place of a style."""
 
     def __init__(self, name: str, style: Style, rank: int, calls: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._name = name
@@ -163,8 +165,8 @@ class _Prompter:
         self._rank = rank
         self._calls = iter(calls)
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `forward.layers.Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, output = next(self._calls, (None, None))
         if given is None or output is None:
             raise RehearsalError(self._name, "it runs more often than in the whole model")
@@ -178,7 +180,7 @@ class _Prompter:
         if style.gathers:
             # Gathered columns: the forward with this rank's portion gives its part of the output, which can be compared
             # here. A row gives a term of a sum, which is nowhere in the whole model.
-            self._compare(forward(*args, **kwargs), output, style.ranges, "gives")
+            self._compare(self.forward(*args, **kwargs), output, style.ranges, "gives")
         return output.clone()
 
     def _compare(self, own: torch.Tensor, whole: torch.Tensor, ranges: Sequence[Ranges] | None, verb: str) -> None:

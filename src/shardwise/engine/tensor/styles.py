@@ -1,6 +1,6 @@
 """What is done around the forward of a module, by the style that the plan gives it.
 
-`TensorParallel` puts one `Styled` wrapper per style around a module's forward. The module itself is not changed. It
+`TensorParallel` puts one `Styled` layer per style around a module's forward. The module itself is not changed. It
 runs its own code with this rank's portions, on inputs from the wrapper, and the wrapper completes the output. Errors
 that come out of a cut module get a note with its rule and its shapes (`module_noted`).
 
@@ -18,7 +18,7 @@ other masks the replicas of activations and parameters would drift apart, and no
 """
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -28,10 +28,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from shardwise.comm import Channel
 from shardwise.engine.forward.aside import attributes_set, parameters_set
-from shardwise.engine.forward.layers import Forward, at_end_of_backward, in_backward, structures_of, unwrap, wrap
+from shardwise.engine.forward.layers import (
+    Forward,
+    Layer,
+    Place,
+    at_end_of_backward,
+    in_backward,
+    layers_of,
+    wrap,
+)
 from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
 from shardwise.errors import ModelError, ShardwiseError
@@ -88,35 +97,37 @@ class SharedInputs:
             self._value = self._known = None
 
 
-class Styled(ABC):
-    """A wrapper of a module's forward (see `forward.layers`)."""
+class Styled(Layer):
+    """Runs a module on what this rank has, and gives what the modules around expect."""
+
+    place = Place.TENSOR
 
     def __init__(self, name: str, style: Style, collectives: TpCollectives, shared: SharedInputs) -> None:
         self.name = name
         self.style = self.structure = style
         self.collectives = collectives
         self.shared = shared
-        self._own: _Held | None = None
+        self._held: _Held | None = None
         """What the module itself holds, while it holds something else for a backward."""
         self._give_in_backward = uncompiled(self._given_in_backward)
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `forward` on what this rank has, and give what the modules around expect."""
-        if self._own is None:
-            return self._compute(module, forward, args, kwargs)
-        # A recomputation that goes through this wrapper finds the module with what a backward gave it. It starts from
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._held is None:
+            return self._compute(self.module, self.forward, args, kwargs)
+        # A recomputation that goes through this layer finds the module with what a backward gave it. It starts from
         # the module's own: else heads, say, would be divided by the ranks twice.
-        with _holding(module, self._own):
-            return self._compute(module, forward, args, kwargs)
+        with _holding(self.module, self._held):
+            return self._compute(self.module, self.forward, args, kwargs)
 
     @abstractmethod
     def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`run`, of a module that holds its own attributes and parameters."""
+        """The call, of a module that holds its own attributes and parameters."""
 
     def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
         """`run()` while the module holds something else, which it holds again in the backward of the answer.
 
-        An activation checkpoint inside the module runs a part of its forward again in backward, without this wrapper:
+        An activation checkpoint inside the module runs a part of its forward again in backward, without this layer:
 
             forward    [ num_heads = 4 ............ ] num_heads = 6
             backward   ... [ num_heads = 4: recomputed part of forward, its backward ] num_heads = 6
@@ -132,10 +143,10 @@ class Styled(ABC):
 
         def begin(_: torch.Tensor) -> None:
             # Several outputs, and several calls in one backward, all hook this: the first one changes the module.
-            if self._own is not None:
+            if self._held is not None:
                 return
             attributes, parameters = held
-            self._own = (
+            self._held = (
                 {key: getattr(module, key) for key in attributes},
                 {key: module._parameters[key] for key in parameters},
             )
@@ -144,7 +155,7 @@ class Styled(ABC):
             at_end_of_backward(lambda: end(given))
 
         def end(given: AbstractContextManager[None]) -> None:
-            self._own = None
+            self._held = None
             given.__exit__(None, None, None)
 
         for each in tree_leaves(answer):
@@ -455,7 +466,7 @@ class TensorParallel:
         for name, styles in plan.styles.items():
             module = model.get_submodule(name)
             collectives = TpCollectives(channel, f"tensor parallelism of {name or 'the model'}", module=name)
-            # From the inside out: `wrap` puts each around those before it.
+            # From the inside out: `wrap` puts each around the styles before it.
             for style in styles:
                 styled = STYLES[style.kind](name, style, collectives, shared)
                 wrap(module, styled)
@@ -463,12 +474,6 @@ class TensorParallel:
                 # after the plan is put on the model.
                 if isinstance(styled, ColumnStyle) and not style.gathers:
                     know_head(module, styled)
-
-    @staticmethod
-    def take_off(model: nn.Module) -> None:
-        """The modules have their own forwards again."""
-        unwrap(model)
-        forget_heads(model)
 
 
 HEAD_MARK = "_shardwise_vocabulary"
@@ -526,8 +531,7 @@ def note_on(model: nn.Module, error: Exception) -> str | None:
 
 
 def _rules(module: nn.Module) -> list[str]:
-    structures = tree_leaves(structures_of(vars(module).get("forward")))
-    return [style.kind for style in structures if isinstance(style, Style)]
+    return [each.style.kind for each in layers_of(module) if isinstance(each, Styled)]
 
 
 def _arguments(frame: FrameType) -> list[torch.Tensor]:

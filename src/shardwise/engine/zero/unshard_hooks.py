@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm.nested_values import tensors_in, transform
-from shardwise.engine.forward.layers import Forward, in_backward, on_gradient
+from shardwise.engine.forward.layers import Layer, Place, in_backward, on_gradient
 from shardwise.engine.forward.packed_tensors import shares_memory
 from shardwise.engine.forward.sharded_parameters import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.forward.transforms import is_transformed, outside_of_transformations
@@ -30,11 +31,10 @@ from shardwise.plan.residency import FORWARD, RECOMPUTATION
 _TENSORS = frozenset({torch.Tensor})
 
 
-class UnshardHook:
-    """A `Wrapper` for one module."""
+class UnshardHook(Layer):
+    """Gathers the units that a module needs while it runs."""
 
-    structure = None
-    """It changes no shapes."""
+    place = Place.UNSHARD
 
     def __init__(
         self, unshard: Unshard, units: Sequence[GatheredUnit], place: tuple[nn.Module, str, nn.Parameter]
@@ -44,15 +44,15 @@ class UnshardHook:
         self._units = units
         self._holder, self._attribute, self._parameter = place
 
-    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Wrapper`."""
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Shapes are inferred by running modules with other tensors in the place of their parameters. Those have no
         # values, and not all data ranks need run the module then: nothing may be gathered.
         held = self._holder._parameters.get(self._attribute)
         if held is not self._parameter and not (held is not None and shares_memory(held, self._parameter)):
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         self.unshard.check_in_pass(self._units)
-        return run_gathered(self.unshard, self._units, forward, args, kwargs)
+        return run_gathered(self.unshard, self._units, self.forward, args, kwargs)
 
 
 def run_gathered(
