@@ -110,6 +110,7 @@ def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(
     assert sum(each.sent_bytes for each in watched) >= needed[0] + needed[2]
 
 
+@pytest.mark.quick
 def test_a_fast_rank_reads_the_next_round_while_a_slow_one_still_takes_from_the_last(tmp_path: Path) -> None:
     """Rank 1 goes on from each verdict only when rank 0 has read again, or has nothing left to read."""
     read = threading.Condition()

@@ -30,7 +30,7 @@ def exchange_all(channel: ProcessChannel) -> Sent:
     return small
 
 
-@pytest.mark.parametrize("size", [2, 5, 16])
+@pytest.mark.parametrize("size", [2, pytest.param(5, marks=pytest.mark.quick), 16])
 def test_every_rank_gets_all_values_in_few_messages_from_few_peers(size: int) -> None:
     """On hosts of several ranks, not in the order of the ranks; one rank is alone on its host."""
     remote = [rank for rank in (1, 2, 4, 9) if rank < size]

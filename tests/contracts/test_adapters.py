@@ -9,12 +9,22 @@ from tests.contracts.adapter_cases import goes_on, trains_as_the_plain_one
 from tests.hf.trainer_column import COLUMN as HF
 from tests.lightning.lightning_column import COLUMN as LIGHTNING
 
+QUICK = [
+    ("lightning", "stage 0", "float64"),
+    ("lightning", "stage 2, k = 2", "plain"),
+    ("lightning", "one rank", "accumulated and clipped"),
+]
 COLUMNS = {"hf": HF, "lightning": LIGHTNING, "accelerate": ACCELERATE}
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # a scheduler steps before its optimizer has
 @pytest.mark.parametrize(
-    ("adapter", "plan", "setting"), [(name, *case) for name, column in COLUMNS.items() for case in column.cases]
+    ("adapter", "plan", "setting"),
+    [
+        pytest.param(name, *case, marks=pytest.mark.quick if (name, *case) in QUICK else ())
+        for name, column in COLUMNS.items()
+        for case in column.cases
+    ],
 )
 def test_training_is_that_of_the_plain_trainer(adapter: str, plan: str, setting: str, tmp_path: Path) -> None:
     trains_as_the_plain_one(COLUMNS[adapter], plan, setting, tmp_path)

@@ -214,6 +214,7 @@ class Drawing(Squares):
         return {"number": torch.rand(())}
 
 
+@pytest.mark.quick
 def test_what_samples_draw_at_random_goes_on_with_the_cursor() -> None:
     drawn = []
     for position in (0, ROWS, 0):

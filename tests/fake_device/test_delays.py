@@ -158,7 +158,7 @@ def expected(name: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        *((name, LAST) for name in PLANS),
+        *(pytest.param(name, LAST, marks=pytest.mark.quick) for name in PLANS),
         ("interleaved", 100),
         *(pytest.param(name, seed, marks=pytest.mark.stress) for name in PLANS for seed in range(20)),
     ],

@@ -132,7 +132,7 @@ def test_a_callback_sees_and_changes_the_gradients_of_one_process(look: str, nam
         torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["stage 3", "pp and stage 2"])
+@pytest.mark.parametrize("name", [pytest.param("stage 3", marks=pytest.mark.quick), "pp and stage 2"])
 def test_predictions_are_those_of_one_process(name: str) -> None:
     def count(prediction: Any) -> dict[str, float]:
         assert len(prediction.losses) == len(prediction.inputs) == len(prediction.predictions)

@@ -263,6 +263,7 @@ def test_a_checkpoint_that_was_to_be_replaced_comes_back(tmp_path: Path, monkeyp
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.quick
 def test_a_run_goes_on_from_the_latest_step_and_not_from_the_last_name(tmp_path: Path) -> None:
     alone(tmp_path, max_steps=10, save_steps=5).train()
     trainer = alone(tmp_path, max_steps=11, save_steps=5)
@@ -318,6 +319,7 @@ def test_without_a_complete_checkpoint_nothing_is_resumed(tmp_path: Path) -> Non
     assert all("trainer_state.json is missing, which is written last" in each for each in words)
 
 
+@pytest.mark.quick
 def test_the_scale_of_losses_goes_from_a_plain_checkpoint_to_ours_and_back(tmp_path: Path) -> None:
     plain(make, folder=str(tmp_path / "plain"))
     theirs = tmp_path / "plain" / "checkpoint-1"

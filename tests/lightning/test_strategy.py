@@ -123,6 +123,7 @@ class Selects(Net):
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
 
 
+@pytest.mark.quick
 def test_layers_that_a_callback_unfreezes_train(tmp_path: Path) -> None:
     def run(strategy: Any, epochs: int = 4, *callbacks: Any, **more: Any) -> Any:
         trainer, found = fitted(strategy, Selects, *callbacks, Unfreezes(), max_epochs=epochs, **more)

@@ -86,6 +86,7 @@ def all_choices(measured: Measured) -> list[dict[str, Choice]]:
     return [dict(zip(options, picked, strict=True)) for picked in product(*options.values())]
 
 
+@pytest.mark.quick
 @tried(150)
 @given(measured=measurements())
 def test_the_peak_is_that_of_a_simulation(measured: Measured) -> None:

@@ -15,7 +15,14 @@ each_refusal = pytest.mark.parametrize("case", [each for each in CASES if each.p
 
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [(2, SHARED_MEMORY), (3, SHARED_MEMORY), (4, SHARED_MEMORY), (2, TCP), (4, TCP), (3, MIXED)],
+    [
+        (2, SHARED_MEMORY),
+        pytest.param(3, SHARED_MEMORY, marks=pytest.mark.quick),
+        (4, SHARED_MEMORY),
+        (2, TCP),
+        (4, TCP),
+        (3, MIXED),
+    ],
     ids=["2-shared", "3-shared", "4-shared", "2-tcp", "4-tcp", "3-mixed"],
 )
 def test_processes_fulfil_the_contract(pool: Pool, size: int, transport: Transport) -> None:

@@ -50,7 +50,7 @@ def stopped(config: RunConfig, *, after_updates: float = 4.5) -> None:
         [NOISY],
         ["train.optimizer=net.py:Drawing", "checkpoint.background=false", "checkpoint.layout=whole"],
         # The scale 65536 is infinite in float16: the first updates are skipped, and take no learning rate.
-        ["precision.compute=float16", DYNAMIC],
+        pytest.param(["precision.compute=float16", DYNAMIC], marks=pytest.mark.quick),
         ["mesh.tp=2", "mesh.dp_shard=2", "sharding.stage=3", BF16, TP],
         ["mesh.pp=2", "mesh.dp_shard=2", NOISY, BF16, "average.decay=0.5", "average.every=2"],
     ],

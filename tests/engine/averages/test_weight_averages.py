@@ -153,7 +153,10 @@ def steps(engine: sw.Engine, updates: Any, broken: tuple[int, ...] = ()) -> None
         engine.step(batch | ({"y": batch["y"] * float("inf")} if at in broken else {}))
 
 
-@pytest.mark.parametrize("rule", [EMA, sw.Average(), sw.Average(decay=0.9, every=2, start=1, warmup=True)])
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(EMA, marks=pytest.mark.quick), sw.Average(), sw.Average(decay=0.9, every=2, start=1, warmup=True)],
+)
 def test_a_skipped_update_is_not_averaged_on_the_host_nor_by_a_device(rule: sw.Average, fake: str) -> None:
     """The second and the fourth update are skipped; no host knows when a device averages."""
 
