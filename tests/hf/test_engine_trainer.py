@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,25 @@ def test_predictions_are_those_of_one_process(name: str) -> None:
         assert np.array_equal(predictions, wanted[0])
         assert np.array_equal(labels, wanted[1])
         assert (loss, right) == (pytest.approx(wanted[2], rel=1e-6), wanted[3])
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Five rows, and no length: two microbatches leave one over in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS[:5])
+
+
+def test_batches_that_are_left_over_where_a_stream_ends_count_in_the_next_update_as_in_the_plain_trainer() -> None:
+    make = simple(rows=Stream(), max_steps=4, per_device_train_batch_size=1)
+
+    def run(trainer: Any) -> Any:
+        trainer.model_accepts_loss_kwargs = False  # else losses are divided by items, and not by batches
+        return trained(trainer)
+
+    wanted = plain(make, run, microbatches=2)
+    for found in under("one process", make, run, microbatches=2):
+        assert_close(found, wanted)
 
 
 def test_a_step_whose_loss_is_not_finite_is_skipped_and_left_out_of_the_log() -> None:
