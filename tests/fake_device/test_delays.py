@@ -159,7 +159,8 @@ def expected(name: str) -> list[Any]:
     ("name", "seeds"),
     [
         *(pytest.param(name, (LAST,), marks=pytest.mark.quick) for name in PLANS if name != "interleaved"),
-        ("interleaved", (LAST, 100)),  # without a stream of its own a thread has to find its device
+        # Without a stream of its own a thread has to find its device.
+        pytest.param("interleaved", (LAST, 100), marks=pytest.mark.quick),
         *(pytest.param(name, (seed,), marks=pytest.mark.stress) for name in PLANS for seed in range(20)),
     ],
 )
