@@ -10,6 +10,9 @@ from tests.hf.trainer_column import COLUMN as HF
 from tests.lightning.lightning_column import COLUMN as LIGHTNING
 
 QUICK = [
+    ("hf", "stage 1", "lengths of data ranks"),
+    ("accelerate", "one rank", "a batch is dropped"),
+    ("lightning", "stage 0", "two_losses"),
     ("lightning", "stage 0", "float64"),
     ("lightning", "stage 2, k = 2", "plain"),
     ("lightning", "one rank", "accumulated and clipped"),

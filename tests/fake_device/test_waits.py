@@ -74,7 +74,9 @@ PLANS: dict[str, tuple[sw.Plan, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.quick if case == "tp, bf16, k=4, weights" else ()) for case in PLANS]
+)
 def test_a_steady_step_waits_for_nothing(case: str, fake: str) -> None:
     asked, options = PLANS[case]
     size = asked.mesh.size

@@ -246,6 +246,7 @@ def test_a_killed_save_is_no_checkpoint(at: str, tmp_path: Path, monkeypatch: py
     assert [each.name for each in tmp_path.iterdir() if "checkpoint" in each.name] == ["checkpoint-4"]
 
 
+@pytest.mark.quick
 def test_a_checkpoint_that_was_to_be_replaced_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tmp_path, max_steps=1).train()
     rename = os.rename
@@ -357,6 +358,7 @@ def test_weights_alone_are_saved_and_loaded(tmp_path: Path) -> None:
     assert under("stage 3", make, partial(evaluated, late=True)) == pytest.approx([wanted] * 2, rel=1e-6)
 
 
+@pytest.mark.quick
 def test_the_best_model_is_kept_loaded_and_saved_whole(tmp_path: Path) -> None:
     asked = {
         **{"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1},

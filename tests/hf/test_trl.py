@@ -87,7 +87,11 @@ def test_losses_figures_and_weights_are_those_of_plain_trl(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "mesh", [sw.Mesh(dp_shard=2), pytest.param(sw.Mesh(pp=2, dp_shard=2), marks=pytest.mark.stress)]
+    "mesh",
+    [
+        pytest.param(sw.Mesh(dp_shard=2), marks=pytest.mark.quick),
+        pytest.param(sw.Mesh(pp=2, dp_shard=2), marks=pytest.mark.stress),
+    ],
 )
 def test_ranks_choose_one_best_model_though_each_counts_its_last_batch_alone(mesh: sw.Mesh, tmp_path: Path) -> None:
     steps: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}

@@ -38,7 +38,12 @@ def test_processes_refuse_by_the_contract(pool: Pool, case: Case, size: int, tra
 @on_devices
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [(2, STRICT_DEVICE), (4, STRICT_DEVICE), (3, STRICT_AT_ONCE), (4, Transport(device="strict", late=5))],
+    [
+        pytest.param(2, STRICT_DEVICE, marks=pytest.mark.quick),
+        (4, STRICT_DEVICE),
+        (3, STRICT_AT_ONCE),
+        (4, Transport(device="strict", late=5)),
+    ],
     ids=["2-last", "4-last", "3-at once", "4-by chance"],
 )
 def test_devices_fulfil_the_contract(pool: Pool, size: int, transport: Transport) -> None:

@@ -102,7 +102,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @both
-@pytest.mark.parametrize("plan", ["dp 3", "pp 2 x dp 2"])
+@pytest.mark.parametrize("plan", [pytest.param("dp 3", marks=pytest.mark.quick), "pp 2 x dp 2"])
 def test_reductions_are_those_of_the_values_of_data_ranks(adapter: str, plan: str) -> None:
     cases = [(how, leaf, tree) for how in ("sum", "mean", "max", "min") for leaf in LEAVES for tree in TREES]
 
