@@ -23,6 +23,7 @@ from shardwise.comm.agreement import a_list, aborting, agreed, understood
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward.packed_tensors import all_carried
 from shardwise.engine.model.rank_parts import ModelNames
+from shardwise.engine.torch_private import NOT_IN_FILES, not_in_files
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words
 from shardwise.plan import Parameter
 from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
@@ -360,7 +361,7 @@ def _own_tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[s
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     for path, each in module.named_modules() if recurse else [("", module)]:
         for key, buffer in each._buffers.items():
-            if buffer is not None and key not in each._non_persistent_buffers_set:
+            if buffer is not None and key not in not_in_files(each):
                 yield f"{path}.{key}".lstrip("."), buffer
 
 
@@ -370,7 +371,7 @@ def _lone(module: nn.Module) -> nn.Module:
         return module
     alone = nn.Module()
     alone._parameters, alone._buffers = module._parameters, module._buffers
-    alone._non_persistent_buffers_set = module._non_persistent_buffers_set
+    setattr(alone, NOT_IN_FILES, not_in_files(module))
     return alone
 
 

@@ -63,6 +63,7 @@ from shardwise.engine.step.opening import StepOpening
 from shardwise.engine.step.reports import EvaluationReport, StepReport, report_on_look
 from shardwise.engine.step.trained_batches import TrainedBatches
 from shardwise.engine.telemetry.step_meter import step_meter
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Traffic
 from shardwise.plan.optimizer_entries import NumberedParameter
@@ -521,7 +522,7 @@ class Engine(Generic[Model_co]):
 
         frozen: parameters that are frozen at present, and stay the engine's to train.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        with DisableTorchFunctionSubclass():  # at rest or not
             for name in frozen:
                 self._contents.parameters[name].requires_grad_(False)
         self._rank.plain_calls.refuse()

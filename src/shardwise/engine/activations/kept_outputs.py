@@ -12,14 +12,10 @@ from collections.abc import Collection
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.torch_private import FakeTensor, Operator, TorchDispatchMode, tree_map, version_of
 from shardwise.errors import ModelError, PlanError
-
-Operator = torch._ops.OpOverload
 
 
 class KeptOutputs(TorchDispatchMode):
@@ -89,7 +85,7 @@ def _detached(leaf: Any) -> Any:
 def _version_of(made: Any) -> int:
     """It changes when one of the tensors is written to."""
     tensors = made if isinstance(made, tuple | list) else (made,)
-    return sum(each._version for each in tensors if isinstance(each, torch.Tensor))
+    return sum(version_of(each) for each in tensors if isinstance(each, torch.Tensor))
 
 
 def outputs_kept(operators: Collection[Operator]) -> tuple[KeptOutputs, TakenOutputs]:

@@ -26,15 +26,16 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, is_plain, transform
-from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
+from shardwise.engine.activations.kept_outputs import outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
 from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.forward.kept_objects import held_tensors, own_generators
 from shardwise.engine.forward.layers import Forward, OfEngine, Place
 from shardwise.engine.forward.precision import meeting_dtypes
 from shardwise.engine.forward.randomness import KeyedRandom, may_draw
-from shardwise.engine.forward.transforms import is_transformed, see_transformations
+from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.forward.writes import SeenTensor, is_due
+from shardwise.engine.torch_private import DisableTorchFunction, Operator, is_transformed
 from shardwise.errors import ActivationsWarning, ModelError
 
 
@@ -150,12 +151,12 @@ class Recomputed(OfEngine):
         self._num_looks += 1
         reads = is_due(self._num_looks)
         # Under pp a mode answers for parameters of other stages.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return [SeenTensor(each, content=reads, takes_all=True) for _, _, each in self._parameters]
 
     @staticmethod
     def _are_written(seen: Sequence[SeenTensor]) -> bool:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return any(each.is_written(each.tensor) for each in seen)
 
 

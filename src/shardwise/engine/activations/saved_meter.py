@@ -20,7 +20,13 @@ from shardwise.comm.accelerators import synchronize
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.layers import Forward, in_backward
 from shardwise.engine.forward.passes import Passes, unpack
-from shardwise.engine.forward.transforms import is_transformed
+from shardwise.engine.torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    is_transformed,
+    storage_id,
+    top_saved_hooks,
+)
 from shardwise.plan.activation_budget import Choice, MeasuredCall
 
 
@@ -42,9 +48,9 @@ class CallRecord:
 
 def storages_of(model: nn.Module) -> frozenset[int]:
     """The numbers of the storages that parameters and buffers view."""
-    with torch._C.DisableTorchFunctionSubclass():  # at rest
+    with DisableTorchFunctionSubclass():  # at rest
         tensors = [*model.parameters(), *model.buffers()]
-        return frozenset(each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided)
+        return frozenset(storage_id(each.untyped_storage()) for each in tensors if each.layout == torch.strided)
 
 
 class SavedMeter:
@@ -96,7 +102,7 @@ class SavedMeter:
             record.seconds.append(time.perf_counter() - begun)
 
     def _first_run(self, record: CallRecord, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        around = top_saved_hooks(True)
 
         def pack(tensor: torch.Tensor) -> object:
             if isinstance(kept := self.passes.pack_saved(tensor), torch.Tensor):
@@ -118,7 +124,7 @@ class SavedMeter:
     def _note(self, tensor: torch.Tensor, found: set[int]) -> None:
         if tensor.device != self._device or tensor.layout != torch.strided:
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             reference = StorageWeakRef(storage := tensor.untyped_storage())
         key = reference.cdata
         if key not in self._parameters:

@@ -30,7 +30,16 @@ from shardwise.engine.forward.layers import Forward, OfEngine, Place
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.passes import unpack as unpack_parameter
 from shardwise.engine.forward.randomness import KeyedRandom
-from shardwise.engine.forward.transforms import is_transformed
+from shardwise.engine.torch_private import (
+    COMPILER,
+    is_transformed,
+    pop_saved_hooks,
+    push_saved_hooks,
+    skip_code,
+    storage_id,
+    top_saved_hooks,
+    version_of,
+)
 from shardwise.errors import ModelError
 
 LEAST_BYTES = 4096
@@ -121,11 +130,11 @@ class HostCall:
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():  # more than a storage and its strides
             return kept
         storage = tensor.untyped_storage()
-        size, key = storage.nbytes(), storage._cdata
+        size, key = storage.nbytes(), storage_id(storage)
         if size < LEAST_BYTES or tensor.nbytes * _LEAST_SHARE < size or key in transfers.parameters:
             return kept
         copy = transfers.known.get(key)
-        if copy is None or copy.version != tensor._version:  # written to in between, it is another value
+        if copy is None or copy.version != version_of(tensor):  # written to in between, it is another value
             copy = transfers.known[key] = HostCopyOfStorage(transfers, tensor)
             self._saved.append(weakref.ref(copy))
         return SavedView(copy, self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -183,8 +192,8 @@ class HostCopyOfStorage:
         """`tensor`: views all of it, or a part."""
         storage = tensor.untyped_storage()
         self._transfers = transfers
-        self._key = storage._cdata
-        self.version = tensor._version
+        self._key = storage_id(storage)
+        self.version = version_of(tensor)
         self._original: torch.Tensor | None = tensor.detach()
         """Counts writes with the tensor, and while it is the one on the device."""
         self._shape = tuple(tensor.shape)
@@ -206,7 +215,7 @@ class HostCopyOfStorage:
 
     @property
     def _has_new_version(self) -> bool:
-        return self._original is not None and self._original._version != self.version
+        return self._original is not None and version_of(self._original) != self.version
 
     @property
     def is_away(self) -> bool:
@@ -295,16 +304,16 @@ class Offloaded(OfEngine):
         """Run a forward, of this layer or of one that measures it."""
         transfers = self._transfers
         # Inside of the user's hooks, or of a checkpoint, nothing is saved here.
-        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        around = top_saved_hooks(True)
         is_ours = around is None or isinstance(getattr(around[0], "__self__", None), Passes | SavedMeter)
         if not torch.is_grad_enabled() or self._random.is_suspended or not is_ours or is_transformed():
             return forward(*args, **kwargs)
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.eval_frame.skip_code(HostCall.pack.__code__)
+        if COMPILER in sys.modules:
+            skip_code(HostCall.pack.__code__)
         call = transfers.begin()
-        torch._C._autograd._push_saved_tensors_default_hooks(call.pack, unpack)
+        push_saved_hooks(call.pack, unpack)
         try:
             return forward(*args, **kwargs)
         finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
             transfers.end(call)

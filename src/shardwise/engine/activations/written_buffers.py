@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
 from shardwise.engine.forward.aside import items_set
 from shardwise.engine.forward.writes import SeenTensor, holds_same, is_small
+from shardwise.engine.torch_private import DisableTorchFunction, NormWithStatistics
 from shardwise.errors import ModelError
 
 
@@ -42,7 +42,7 @@ class WrittenBuffers:
 
     def is_statistic(self, at: int) -> bool:
         """Whether torch writes to it in this forward, which leaves no trace in `_version`."""
-        return any(isinstance(module, _NormBase) and module.training for module, _ in self.places[at])
+        return any(isinstance(module, NormWithStatistics) and module.training for module, _ in self.places[at])
 
     def buffer(self, at: int) -> torch.Tensor | None:
         """As it is now."""
@@ -71,7 +71,7 @@ class KeptBuffers:
     def __init__(self, buffers: WrittenBuffers) -> None:
         self._buffers = buffers
         now = [buffers.buffer(at) for at in range(len(buffers.places))]
-        with torch._C.DisableTorchFunction():  # under pp a mode answers for buffers of stages, and notes calls
+        with DisableTorchFunction():  # under pp a mode answers for buffers of stages, and notes calls
             self._copies = {
                 at: None if each is None else each.detach().clone()
                 for at, each in enumerate(now)
@@ -85,7 +85,7 @@ class KeptBuffers:
 
     def settle(self) -> None:
         """The forward has ended: what it did not write to needs no copy."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             written = {at for at, before in enumerate(self._before) if self._is_written(at, before)}
         self._buffers.learn(written, self._copies.keys())
         self._copies = {at: each for at, each in self._copies.items() if at in written}
@@ -105,7 +105,7 @@ class KeptBuffers:
         """Inside, modules hold the buffers as they were before; what is written to them is lost."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         for at, kept in self._copies.items():
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 again = None if kept is None else kept.clone()  # a second backward needs it too
             places += [(module._buffers, key, again) for module, key in self._buffers.places[at]]
         return items_set(places)

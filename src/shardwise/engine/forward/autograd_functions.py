@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-from torch.autograd.function import _SingleLevelFunction
-from torch.overrides import _get_current_function_mode_stack
+from shardwise.engine.torch_private import AutogradFunction, function_modes
 
 
 class SeesFunctions(Protocol):
@@ -34,19 +33,19 @@ def functions_seen(mode: SeesFunctions) -> Iterator[None]:
     """Inside, custom autograd functions go through `mode` wherever it is among the modes of the thread."""
     with _lock:
         _running.append(mode)
-        _SingleLevelFunction.apply = _SEEN  # type: ignore[attr-defined]
+        AutogradFunction.apply = _SEEN  # type: ignore[attr-defined]
     try:
         yield
     finally:
         with _lock:
             _running.remove(mode)
             if not _running:
-                del _SingleLevelFunction.apply  # type: ignore[attr-defined]  # what it inherits is plain
+                del AutogradFunction.apply  # type: ignore[attr-defined]  # what it inherits is plain
 
 
 def seeing_modes() -> list[Any]:
     """The modes over stages that see what this thread computes now."""
-    return [each for each in _get_current_function_mode_stack() if each in _running and not each.is_inside]
+    return [each for each in function_modes() if each in _running and not each.is_inside]
 
 
 @contextmanager
@@ -61,8 +60,8 @@ def seen_again(modes: Sequence[Any]) -> Iterator[None]:
 
 def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
     # Equal for equal functions: a call is known again by it.
-    call = super(_SingleLevelFunction, kind).apply
-    mode = next((each for each in _get_current_function_mode_stack() if each in _running), None)
+    call = super(AutogradFunction, kind).apply
+    mode = next((each for each in function_modes() if each in _running), None)
     # A function that is given code (a reentrant checkpoint) may call modules of several stages.
     if mode is None or any(map(callable, args)) or any(map(callable, kwargs.values())):
         return call(*args, **kwargs)

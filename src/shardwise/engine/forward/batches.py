@@ -22,6 +22,7 @@ from shardwise.comm.local_tensors import is_dense
 from shardwise.comm.nested_values import field_names, is_container, named_leaves, transform
 from shardwise.engine.forward.batch_rows import DIM_0, BatchRows
 from shardwise.engine.forward.layers import is_ours
+from shardwise.engine.torch_private import ORIGINAL_MODULE, forward_pre_hooks, hooks_before_all_forwards, storage_id
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Plan, split_rows
 
@@ -266,7 +267,7 @@ def _sharing(leaves: Sequence[Any]) -> list[list[int]]:
         if isinstance(value, torch.Tensor) and is_dense(value):
             # By storage: two entries may view one memory (inputs and targets shifted by one). They keep one count
             # together.
-            found.setdefault(value.untyped_storage()._cdata, []).append(at)
+            found.setdefault(storage_id(value.untyped_storage()), []).append(at)
     return [
         places
         for places in found.values()
@@ -335,7 +336,7 @@ class LossOfModel:
         self.takes_output = _takes_output(loss)
         """Whether its loss is of an output, which it makes before."""
         inner = model
-        while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
+        while (wrapped := inner._modules.get(ORIGINAL_MODULE)) is not None:  # the wrapper names no arguments
             inner = wrapped
         self._inner = inner
         parameters = inspect.signature(inner.forward).parameters.values()
@@ -476,8 +477,8 @@ class LossOfModel:
 
     def _has_hooks(self) -> bool:
         """Whether hooks of the user may put arguments in before the forward, or take some out."""
-        found = [torch.nn.modules.module._global_forward_pre_hooks, self._model._forward_pre_hooks]
-        hooks = [hook for each in (*found, self._inner._forward_pre_hooks) for hook in each.values()]
+        found = [hooks_before_all_forwards, forward_pre_hooks(self._model)]
+        hooks = [hook for each in (*found, forward_pre_hooks(self._inner)) for hook in each.values()]
         return not all(map(is_ours, hooks))
 
     def _refusal_of_places(self, microbatch: Sequence[Any], way_out: str) -> ModelError:

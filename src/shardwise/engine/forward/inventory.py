@@ -32,6 +32,14 @@ from shardwise.comm.local_tensors import (
 from shardwise.engine.forward.packed_tensors import carried_by, is_packed, is_shell
 from shardwise.engine.forward.parametrizations import see_parametrizations
 from shardwise.engine.forward.sharded_parameters import plain_class
+from shardwise.engine.torch_private import (
+    GRADIENT_HOOKS,
+    DisableTorchFunctionSubclass,
+    NormWithStatistics,
+    gradient_hooks,
+    make_subclass,
+    storage_id,
+)
 from shardwise.errors import CheckpointError, ModelError, few_of
 from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
@@ -273,7 +281,7 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
         # The class of a parameter at rest (stage 3), or of a part between steps, refuses operations.
         kind = plain_class(type(original))
         # Not kind(values): constructors of subclasses take other arguments.
-        made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
+        made = make_subclass(kind, values.detach(), original.requires_grad)
     else:
         made = values.detach().requires_grad_(original.requires_grad)
     vars(made).update(vars(original))
@@ -296,11 +304,11 @@ def take_over(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Let each of two parameters have the content of the other, with its hooks. Raises RuntimeError if torch cannot."""
-    hooks = [each._post_accumulate_grad_hooks for each in (one, other)]
+    hooks = [gradient_hooks(each) for each in (one, other)]
     torch.utils.swap_tensors(one, other)
     # torch leaves the list of these hooks with the object, and what calls them with the content.
     for each, held in zip((other, one), hooks, strict=True):
-        each._post_accumulate_grad_hooks = held
+        setattr(each, GRADIENT_HOOKS, held)
 
 
 def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -371,7 +379,7 @@ class ModelContents:
 
     def check(self) -> None:
         """Raise ModelError for parameters that came since, or are others; note which are frozen."""
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        with DisableTorchFunctionSubclass():  # at rest or not
             flags = [each.requires_grad for each in self._listed]
         # Where the known modules hold what they held, no other one is reached.
         held = _held_by(self._known)
@@ -401,7 +409,7 @@ def _held_by(modules: Sequence[nn.Module]) -> list[object]:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Whether torch computes this module with float32 statistics, and accepts no narrower parameters with them."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+    return isinstance(module, NormWithStatistics) and module.running_mean is not None
 
 
 def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
@@ -430,7 +438,7 @@ def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
         return (id(parameter),)
     storage = parameter.untyped_storage()
     # On the meta device no storage has an address: all of them would be one tie.
-    place = storage._cdata if parameter.is_meta else storage.data_ptr()
+    place = storage_id(storage) if parameter.is_meta else storage.data_ptr()
     return (place, parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype)
 
 
@@ -512,7 +520,7 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if type(parameter) is nn.Parameter:
         gradient, parameter.grad = parameter.grad, None
     else:
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        with DisableTorchFunctionSubclass():  # at rest or not
             gradient, parameter.grad = parameter.grad, None
     # Most are plain and dense, and every parameter comes here in every backward.
     if gradient is None or (type(gradient) is torch.Tensor and gradient.layout is torch.strided):
@@ -523,7 +531,7 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 def take_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The gradients of several parameters by name, as `take_gradient` has them; of those that have one."""
     found = {}
-    with torch._C.DisableTorchFunctionSubclass():  # once for all, at rest or not
+    with DisableTorchFunctionSubclass():  # once for all, at rest or not
         for name, parameter in parameters.items():
             if (gradient := parameter.grad) is not None:
                 parameter.grad = None

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.local_tensors import share_elements
 from shardwise.comm.nested_values import is_plain
 from shardwise.engine.forward.inventory import holds_values
 from shardwise.engine.forward.layers import is_ours
 from shardwise.engine.forward.sharded_parameters import functions_of_metadata
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, forward_pre_hooks, tree_leaves
 from shardwise.errors import ModelError
 
 Kept = TypeVar("Kept")
@@ -88,7 +88,7 @@ class _Moved(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in functions_of_metadata():
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ModelError(next(each._why for each in tree_leaves((args, kwargs)) if isinstance(each, _Moved)))
 
@@ -125,7 +125,7 @@ def aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
     seen: dict[int, Any] = {}  # modules share a configuration, say
     found = []
     for prefix, module in model.named_modules():
-        is_set = any(not is_ours(hook) for hook in module._forward_pre_hooks.values())
+        is_set = any(not is_ours(hook) for hook in forward_pre_hooks(module).values())
         for key, kept in _attributes(module):
             each: Any
             for each in _kept_in([kept], torch.Tensor | np.ndarray, seen):

@@ -16,11 +16,11 @@ from enum import IntEnum, auto
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.forward.aside import attributes_set, items_set
+from shardwise.engine.torch_private import COMPILED_CALL, FORWARD_HOOKS, FORWARD_PRE_HOOKS, compiled_call, graph_task
 
 Forward = Callable[..., Any]
 
@@ -92,12 +92,12 @@ class OwnForward:
         self.forward: Forward = module.forward
         self.is_attribute = "forward" in vars(module)
         """Whether the user gave it to the object; else it is that of the class."""
-        self.compiled: Forward | None = module._compiled_call_impl
+        self.compiled: Forward | None = compiled_call(module)
         """What `module.compile()` made of the whole call. It stays inside of all layers, and hooks outside of them."""
         self.innermost = self.forward if self.compiled is None else self._run_compiled
         if self.compiled is not None:
             # torch would call the compiled forward and never a layer. What was compiled has the own forward in it.
-            vars(module)["_compiled_call_impl"] = None
+            vars(module)[COMPILED_CALL] = None
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """The call as it was compiled: of the module with its own forward, whose hooks have been called already."""
@@ -105,7 +105,7 @@ class OwnForward:
             return self.forward(*args, **kwargs)
         # What was compiled is `_call_impl`, which runs hooks and `self.forward`: with both in place hooks would run
         # twice, and layers would be called, or traced, inside of themselves.
-        bare = {"forward": self.forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+        bare = {"forward": self.forward, FORWARD_HOOKS: OrderedDict(), FORWARD_PRE_HOOKS: OrderedDict()}
         with attributes_set(self.module, bare):
             return self.compiled(*args, **kwargs)
 
@@ -118,7 +118,7 @@ class OwnForward:
         if self.is_attribute:
             attributes["forward"] = self.forward
         if self.compiled is not None:
-            attributes["_compiled_call_impl"] = self.compiled
+            attributes[COMPILED_CALL] = self.compiled
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch does in copies and pickles of a module: what was compiled calls the first one.
@@ -181,7 +181,7 @@ def unwrap(model: nn.Module) -> None:
 @contextmanager
 def unwrapped(model: nn.Module, *attributes: str) -> Iterator[None]:
     """Inside, the modules have no layers. What they have under `attributes` may be taken off too, and comes back."""
-    keys = ("forward", "_compiled_call_impl", *attributes)
+    keys = ("forward", COMPILED_CALL, *attributes)
     saved = [(vars(each), {key: vars(each)[key] for key in keys if key in vars(each)}) for each in model.modules()]
     unwrap(model)
     try:
@@ -206,13 +206,13 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` was called, before layers were put on or after."""
-    return module._compiled_call_impl is not None or any(each.own.compiled is not None for each in layers_of(module))
+    return compiled_call(module) is not None or any(each.own.compiled is not None for each in layers_of(module))
 
 
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
     """Inside, no module of `model` runs as it was compiled."""
-    places = [(vars(each), "_compiled_call_impl", None) for each in model.modules() if is_compiled(each)]
+    places = [(vars(each), COMPILED_CALL, None) for each in model.modules() if is_compiled(each)]
     owns = [found[0].own for each in model.modules() if (found := layers_of(each))]
     with items_set([*places, *((vars(own), "compiled", None) for own in owns)]):
         yield
@@ -244,22 +244,4 @@ def is_ours(hook: object) -> bool:
 
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: then a forward is the recomputation of an activation checkpoint."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def on_gradient(tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> None:
-    """Call `do` with the gradient of a tensor that an operation gave, as `tensor.register_hook` does."""
-    if type(tensor) is not torch.Tensor:
-        tensor.register_hook(do)
-    elif (hooks := tensor._backward_hooks) is None:
-        # What torch does there, but for a handle to take the hook off again: it costs twice as much as the hook.
-        # Handles have small numbers as keys, and no addresses.
-        tensor._backward_hooks = OrderedDict({id(do): do})
-        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-    else:
-        hooks[id(do)] = do
-
-
-def at_end_of_backward(do: Callable[[], None]) -> None:
-    """Call `do` at the end of the backward in this thread. A backward inside of another has its own end."""
-    torch.autograd.Variable._execution_engine.queue_callback(do)
+    return graph_task() != -1

@@ -6,6 +6,7 @@ from types import FrameType, TracebackType
 from torch import nn
 
 from shardwise.engine.forward.layers import has_own_forward, is_compiled
+from shardwise.engine.torch_private import ORIGINAL_MODULE
 from shardwise.errors import ModelError
 from shardwise.plan import Outline
 
@@ -65,7 +66,7 @@ def _outline(module: nn.Module, name: str, names: dict[nn.Module, list[str]], li
 
 def is_closed(module: nn.Module) -> bool:
     """Whether the modules inside are not called as modules, because they are compiled into one."""
-    return is_compiled(module) or "_orig_mod" in module._modules  # module.compile, torch.compile
+    return is_compiled(module) or ORIGINAL_MODULE in module._modules  # module.compile, torch.compile
 
 
 def innermost_module(model: nn.Module, traceback: TracebackType | None) -> tuple[str, nn.Module, FrameType] | None:

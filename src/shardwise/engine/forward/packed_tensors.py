@@ -17,11 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.local_tensors import dtype_name, is_dtensor
 from shardwise.engine.forward.aside import items_set
 from shardwise.engine.forward.sharded_parameters import plain_class
+from shardwise.engine.torch_private import (
+    DisableTorchFunctionSubclass,
+    is_traceable_wrapper_subclass,
+    is_wrapped_by_transformation,
+    mark_as_parameter,
+    storage_id,
+)
 from shardwise.plan.dtypes import COMPUTE_DTYPES, is_complex
 
 _DEPTH = 4
@@ -231,7 +237,7 @@ def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.
     swapped: Swapped = []
     for view, parameter in views:
         if not _is_view(view, parameter):
-            with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            with DisableTorchFunctionSubclass():  # at rest or not
                 made = parameter.detach().view(view.shape)
             torch.utils.swap_tensors(view, made)
             swapped.append((view, made))
@@ -240,7 +246,7 @@ def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.
         if next(iter(inner.values())).device != shell.device:
             made = rebuilt(shell, inner)
             # Not nn.Parameter(made), which is around views of the tensors.
-            made._is_param = True
+            mark_as_parameter(made)
             torch.utils.swap_tensors(shell, made)
             swapped.append((shell, made))
     return swapped
@@ -275,11 +281,11 @@ class PackedPlaces:
             for key, each in held.items() if packed else ():
                 if each.requires_grad or is_shell(each):
                     continue
-                with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                with DisableTorchFunctionSubclass():  # at rest or not
                     kept = _Kept(
                         place=(module, key),
                         parameter=each,
-                        storage=each.untyped_storage()._cdata,
+                        storage=storage_id(each.untyped_storage()),
                         values=each.detach(),
                         belonging=[(it, dict(it)) for it in _dicts_in(each)] if key in packed else [],
                     )
@@ -288,13 +294,13 @@ class PackedPlaces:
     def restore(self) -> None:
         """Put back the tensors that were, with what belonged to them, where a forward has put others."""
         if self._kept:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 for kept in self._kept:
                     (module, key), parameter = kept.place, kept.parameter
                     there = module._parameters.get(key)
                     if there is not None and there is not parameter and shares_memory(there, parameter):
                         module._parameters[key] = parameter
-                    if parameter.untyped_storage()._cdata != kept.storage:
+                    if storage_id(parameter.untyped_storage()) != kept.storage:
                         parameter.data = kept.values
                         for attributes, before in kept.belonging:
                             attributes.clear()
@@ -303,9 +309,9 @@ class PackedPlaces:
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, gathered or at rest, are in one piece of memory."""
-    if is_shell(one) or is_shell(other) or torch._C._functorch.is_functorch_wrapped_tensor(one):
+    if is_shell(one) or is_shell(other) or is_wrapped_by_transformation(one):
         return False
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return bool(storage_id(one.untyped_storage()) == storage_id(other.untyped_storage()))
 
 
 def _dicts_in(weight: torch.Tensor) -> Iterator[dict[str, Any]]:

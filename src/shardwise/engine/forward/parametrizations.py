@@ -5,20 +5,22 @@ register_parametrization    torch: original.set_(original), counted as a write  
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
-from torch.nn.utils import parametrize
+
+from shardwise.engine.torch_private import SetValues, stand_around_set
 
 
 @functools.cache
 def see_parametrizations() -> None:
     """From here on, in this process, a tensor that is set to itself counts as not written."""
-    set_to: Callable[[torch.Tensor, torch.Tensor], None] = parametrize._maybe_set
+    stand_around_set(_unless_same)
 
+
+def _unless_same(set_to: SetValues) -> SetValues:
     @functools.wraps(set_to)
     def set_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
         if target is not source:
             set_to(target, source)
 
-    parametrize._maybe_set = set_unless_same  # type: ignore[assignment]
+    return set_unless_same

@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.forward.update_work import is_sum
+from shardwise.engine.torch_private import TorchDispatchMode, optimizer_hooks, schema_of, storage_id, tree_leaves
 from shardwise.errors import OptimizerError, ShardwiseError
 
 PART = (
@@ -75,14 +74,14 @@ class PartWatch(TorchDispatchMode):
         followed = [each.numel() for each, of in zip(given, roots, strict=True) if of]
         if not followed:
             return func(*args, **kwargs)
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         is_each = name.startswith("_foreach")
         of_all = frozenset().union(*roots)
         if name in _JOINS or (len(of_all) > 1 and not is_each):
             raise self._refusal(name)
         output = func(*args, **kwargs)
         made = [each for each in tree_leaves(output) if torch.is_tensor(each)]
-        sums = is_sum(func._overloadpacket)
+        sums = is_sum(func.overloadpacket)
         self.has_summed |= sums
         takes_less = sums or any(each.numel() < min(followed) for each in made)
         if takes_less and max(followed) > 1 and not of_all.isdisjoint(self._parts):
@@ -109,11 +108,11 @@ class PartWatch(TorchDispatchMode):
         return frozenset([self._spans[at][2]]) if at >= 0 and address < self._spans[at][1] else frozenset()
 
     def _refuse_stale(self, func: Any, given: Sequence[torch.Tensor]) -> None:
-        is_write = any(each.alias_info and each.alias_info.is_write for each in func._schema.arguments)
+        is_write = any(each.alias_info and each.alias_info.is_write for each in schema_of(func).arguments)
         is_stale = any(_storage(each) in self._stale and not self._is_held(each) for each in given)
         if is_stale and (is_write or not self.is_before):
             raise OptimizerError(
-                f"{func._overloadpacket.__name__} of the model's parameters in a hook of an optimizer: they get their "
+                f"{func.overloadpacket.__name__} of the model's parameters in a hook of an optimizer: they get their "
                 "new values once all ranks have updated. Do it after engine.step(batch), or with the parameters in "
                 "optimizer.param_groups"
             )
@@ -135,8 +134,8 @@ class PartWatch(TorchDispatchMode):
     @contextmanager
     def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Watch what a step runs before and after the optimizer's own."""
-        before: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-        after: Any = getattr(optimizer, "_optimizer_step_post_hooks", {})
+        before: Any = optimizer_hooks(optimizer, "step_pre", {})
+        after: Any = optimizer_hooks(optimizer, "step_post", {})
 
         def begin(*_: Any) -> None:
             self.turn(False)
@@ -179,7 +178,7 @@ _SHAPES: frozenset[Any] = frozenset(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor.untyped_storage()))
 
 
 def _refusal(name: str) -> OptimizerError:

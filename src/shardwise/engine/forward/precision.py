@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.forward.outline import innermost_module, is_closed
+from shardwise.engine.torch_private import forward_pre_hooks, function_modes
 from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
 from shardwise.plan import Parameter, Precision
 
@@ -154,7 +155,7 @@ class MeetingDtypes(TorchFunctionMode):
 
 def meeting_dtypes() -> MeetingDtypes | None:
     """The one that this thread is in."""
-    return next((each for each in _get_current_function_mode_stack() if isinstance(each, MeetingDtypes)), None)
+    return next((each for each in function_modes() if isinstance(each, MeetingDtypes)), None)
 
 
 def _dtypes(module: nn.Module, *, recurse: bool) -> set[torch.dtype]:
@@ -178,7 +179,7 @@ def _containers(module: nn.Module) -> Iterator[nn.Module]:
 def stop_following(model: nn.Module) -> None:
     """Take the casts off."""
     for module in model.modules():
-        for hook in list(module._forward_pre_hooks.values()):
+        for hook in list(forward_pre_hooks(module).values()):
             if isinstance(hook, _InputsFollow):
                 hook.remove()
 

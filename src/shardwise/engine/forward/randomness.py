@@ -30,12 +30,19 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.nn.modules import module as _module_hooks
 
 from shardwise.comm.accelerators import random_sources
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.layers import has_own_forward, in_backward
-from shardwise.engine.forward.transforms import is_transformed, outside_of_transformations
+from shardwise.engine.forward.transforms import outside_of_transformations
+from shardwise.engine.torch_private import (
+    DisableTorchFunction,
+    forward_hooks,
+    forward_pre_hooks,
+    hooks_before_all_forwards,
+    hooks_of_all_forwards,
+    is_transformed,
+)
 from shardwise.errors import ModelError
 
 EVALUATION = -1
@@ -184,7 +191,7 @@ class KeyedRandom:
             return
         module, child = stream.frames[-1]
         if isinstance(child, int):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 stream.frames[-1] = (module, self.states())
                 self._seed(child)
 
@@ -193,15 +200,15 @@ class KeyedRandom:
         return (
             module in self.skipped
             # Our own pair of hooks is there; what a third one draws belongs to the call.
-            and len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
-            and not (_module_hooks._global_forward_hooks or _module_hooks._global_forward_pre_hooks)
+            and len(forward_pre_hooks(module)) == len(forward_hooks(module)) == 1
+            and not (hooks_of_all_forwards or hooks_before_all_forwards)
         )
 
     def _number_drawn(self) -> int:
         if is_transformed():
             with outside_of_transformations():
                 return self._number_drawn()
-        with torch._C.DisableTorchFunction():  # a mode around the forward (a recording, say) must not see the draw
+        with DisableTorchFunction():  # a mode around the forward (a recording, say) must not see the draw
             # One number, whatever the call draws: the stream around goes on from the same place on a rank that runs
             # the module and on one that does not.
             return int(self._number.random_(generator=torch.default_generator))
@@ -219,7 +226,7 @@ class KeyedRandom:
         # A thread of the user's own, which calls a module that this engine shares.
         if not in_backward():
             return False
-        engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, StreamSplit)]
+        engines = [hook.random() for hook in forward_pre_hooks(module).values() if isinstance(hook, StreamSplit)]
         # An engine without a stream computes nothing now.
         others = [each for each in engines if each is not None and each is not self and each._active is not None]
         if others and refuses and all(thread not in each._threads for each in others):
@@ -233,7 +240,7 @@ class KeyedRandom:
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
         child = self._number_drawn()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             around = self.states()
             self._seed(child)
         return around
@@ -245,7 +252,7 @@ class KeyedRandom:
     @contextmanager
     def going_on_from(self, states: _States, own: Sequence[torch.Generator]) -> Iterator[None]:
         """Inside, the generators go on from `states`, and afterwards as if nothing had been drawn."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             around = self.states(own)
         self._install(states, own)
         try:
@@ -254,7 +261,7 @@ class KeyedRandom:
             self._install(around, own)
 
     def _install(self, states: _States, own: Sequence[torch.Generator] = ()) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for generator, state in zip((*self._generators, *own), states, strict=True):
                 generator.set_state(state)
 
@@ -350,7 +357,7 @@ def _nothing() -> None:
 
 def _take_off_hooks(model: nn.Module) -> None:
     for module in model.modules():
-        for hook in list(module._forward_pre_hooks.values()):
+        for hook in list(forward_pre_hooks(module).values()):
             if isinstance(hook, StreamSplit) and hook.root() in (model, None):
                 hook.remove()
 

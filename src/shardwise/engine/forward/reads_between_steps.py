@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.forward.part_watch import LEAVE, Held, PartWatch
 from shardwise.engine.forward.sharded_parameters import functions_of_metadata
+from shardwise.engine.torch_private import CALL_CODE, DisableTorchFunctionSubclass, tree_leaves, tree_map
 from shardwise.errors import ModelError, ShardwiseError, in_words
 
 Refusal: TypeAlias = Callable[[str], ShardwiseError]
@@ -70,7 +70,7 @@ def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal
     held: what it takes of parameters. Raises `refusal(name)` where it needs more of them than is here.
     """
     kwargs = kwargs or {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if not held or func in functions_of_metadata() or func == torch.Tensor.__repr__ or _is_of_a_forward():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
@@ -120,7 +120,7 @@ def _is_of_a_forward() -> bool:
     nearest = ""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if frame.f_code is _CALL or name == _ENGINE:
+        if frame.f_code is CALL_CODE or name == _ENGINE:
             return True
         package = name.partition(".")[0]
         nearest = nearest or ("" if package == "torch" else package)
@@ -128,7 +128,6 @@ def _is_of_a_forward() -> bool:
     return nearest == "shardwise"
 
 
-_CALL = nn.Module._call_impl.__code__
 _ENGINE = "shardwise.engine.engine"
 """A step of it may run code of the user: an optimizer's, say, with state that was made between steps."""
 

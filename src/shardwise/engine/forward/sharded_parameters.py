@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from shardwise.engine.forward.writes import SeenTensor
+from shardwise.engine.torch_private import BACKWARD_HOOKS, BASE, GRADIENT_HOOKS, IS_VIEW, DisableTorchFunctionSubclass
 from shardwise.errors import ModelError
 
-_MEMORY = frozenset({"data", "_base", "__cuda_array_interface__"})
+_MEMORY = frozenset({"data", BASE, "__cuda_array_interface__"})
 # Attributes that look like metadata and are views: `weight.T` needs values.
 _VALUES = _MEMORY | {"T", "mT", "H", "mH", "real", "imag", "__dict__"}
 
@@ -28,7 +29,7 @@ _ASKED = (
     *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "data_ptr", "storage_offset"),
     *("untyped_storage", "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj"),
     *("is_neg", "is_inference", "is_pinned", "is_shared", "is_same_size", "has_names", "requires_grad_", "__len__"),
-    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "_is_view"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", IS_VIEW),
 )
 
 
@@ -42,7 +43,7 @@ def functions_of_metadata() -> frozenset[Any]:
         if name not in _VALUES and hasattr(attribute, "__get__") and hasattr(attribute, "__set__"):
             found.add(attribute.__get__)
     # Autograd and `zero_grad` set these on parameters that are not gathered.
-    for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in ("grad", "requires_grad", BACKWARD_HOOKS, GRADIENT_HOOKS):
         found.add(getattr(torch.Tensor, name).__set__)
         found.add(getattr(torch.Tensor, name).__delete__)
     return frozenset(found)
@@ -70,7 +71,7 @@ def sharded_class(kind: type) -> type:
 
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in functions_of_metadata():
-            with torch._C.DisableTorchFunctionSubclass():  # or this function would be called again
+            with DisableTorchFunctionSubclass():  # or this function would be called again
                 return func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())
         taken = [each for each in _flattened(given) if hasattr(type(each), "_is_sharded_param")]

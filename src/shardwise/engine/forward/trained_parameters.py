@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
-
 from shardwise.engine.forward.batch_digests import digest_of_lines
 from shardwise.engine.forward.inventory import ModelContents
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.errors import ModelError, PlanError, few_of
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, unmatched
@@ -146,7 +145,7 @@ class TrainedParameters:
         if trained.names is None:
             yield
             return
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        with DisableTorchFunctionSubclass():  # at rest or not
             off = [
                 each
                 for name, each in self._contents.parameters.items()
@@ -157,6 +156,6 @@ class TrainedParameters:
         try:
             yield
         finally:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 for each in off:
                     each.requires_grad_(True)

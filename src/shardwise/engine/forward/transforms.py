@@ -10,10 +10,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms, predispatch, pyfunctorch
 from torch.autograd import graph
 
 from shardwise.engine.forward.passes import Passes
+from shardwise.engine.torch_private import (
+    is_transformed,
+    pop_saved_hooks,
+    push_saved_hooks,
+    stand_around_transformations,
+    top_saved_hooks,
+    transformations_left,
+)
 from shardwise.errors import ModelError
 
 _without_hooks: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
@@ -30,13 +37,7 @@ def see_transformations() -> None:
     """From here on, in this process, torch.func works inside of forwards that an engine stands around."""
     # By the names under which torch finds these functions: it gives no other sign that a transformation begins.
     graph.disable_saved_tensors_hooks = _without_our_hooks  # type: ignore[assignment]
-    eager_transforms._wrap_for_grad = _gathering(eager_transforms._wrap_for_grad)  # type: ignore[attr-defined]
-    predispatch._add_batch_dim_impl = _gathering(predispatch._add_batch_dim_impl)  # type: ignore[attr-defined]
-
-
-# Asked at each operation and each call of a unit: torch's own function, and no call of Python around it.
-is_transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-"""Whether what runs now is a function that torch.func transforms: tensors are wrapped, and have no memory."""
+    stand_around_transformations(_gathering)
 
 
 def refusal_of_transformed(what: str, instead: str) -> ModelError:
@@ -49,11 +50,11 @@ def refusal_of_transformed(what: str, instead: str) -> ModelError:
 
 def outside_of_transformations() -> AbstractContextManager[object]:
     """Inside, what the engine does itself is no part of a function that torch.func transforms."""
-    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed() else _NOTHING
+    return transformations_left() if is_transformed() else _NOTHING
 
 
 def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:
-    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if torch.compiler.is_compiling() or top_saved_hooks(True) is None:
         return _without_hooks(error_message)
     return _hooks_off(error_message)
 
@@ -62,8 +63,8 @@ def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:
 def _hooks_off(error_message: str) -> Iterator[None]:
     taken = []
     try:
-        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) and _is_ours(hooks[0]):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while (hooks := top_saved_hooks(True)) and _is_ours(hooks[0]):
+            pop_saved_hooks()
             taken.append(hooks)
             holder = getattr(hooks[0], "__self__", None)
             passes = getattr(holder, "passes", holder)
@@ -79,7 +80,7 @@ def _hooks_off(error_message: str) -> Iterator[None]:
             yield
     finally:
         for hooks in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            push_saved_hooks(*hooks)
 
 
 def _is_ours(pack: Any) -> bool:

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
@@ -19,6 +17,7 @@ from shardwise.engine.forward.kept_objects import own_generators
 from shardwise.engine.forward.layers import Layer, Place, is_compiled, wrapped
 from shardwise.engine.forward.outline import named_modules, outline_of
 from shardwise.engine.forward.packed_tensors import PackedPlaces
+from shardwise.engine.torch_private import TorchDispatchMode, tree_leaves
 
 _NUM_TIMED_RUNS = 3
 
@@ -33,7 +32,7 @@ class _Flops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        packet = getattr(func, "_overloadpacket", None)
+        packet = getattr(func, "overloadpacket", None)
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch counts the others of its kind
             packet = torch.ops.aten._scaled_dot_product_flash_attention
         count = flop_registry.get(packet)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from shardwise.engine.torch_private import TorchDispatchMode, tree_leaves
 
 _PER_ELEMENT = 8
 """Products and sums in the time in which memory reads and writes one element: roughly, on devices and on the CPU."""
@@ -42,7 +42,7 @@ class _WorkCount(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
+        packet = func.overloadpacket
         largest = max(filter(torch.is_tensor, tree_leaves((args, out))), key=torch.Tensor.numel, default=None)
         if packet in flop_registry:
             self.work += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))

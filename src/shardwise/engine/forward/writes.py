@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import bytes_of, span_elements
+from shardwise.engine.torch_private import version_of
 
 _MOST_BYTES = 1 << 17
 """Compared whole, in 5 microseconds."""
@@ -177,19 +178,19 @@ def form_of(tensor: torch.Tensor | None) -> Form | None:
 class SeenTensor:
     """A tensor as it was, or the lack of one."""
 
-    __slots__ = ("_version", "content", "form", "tensor")
+    __slots__ = ("content", "form", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor | None, *, content: bool = True, takes_all: bool = False) -> None:
         """content: also what it holds."""
         self.tensor = tensor
         """The object itself: the id of one that is gone may be another's."""
         self.form = form_of(tensor)
-        self._version = 0 if tensor is None else tensor._version
+        self.version = 0 if tensor is None else version_of(tensor)
         self.content = None if tensor is None or not content else Content(tensor, takes_all=takes_all)
 
     def is_counted(self, now: torch.Tensor | None) -> bool:
         """Whether it is another object, or torch has counted a write to it."""
-        return now is not self.tensor or (now is not None and now._version != self._version)
+        return now is not self.tensor or (now is not None and version_of(now) != self.version)
 
     def is_written(self, now: torch.Tensor | None) -> bool:
         """Whether something was written to it, in whatever way."""

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, digest_of_values, understood
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.writes import Content, Form, SeenTensor, form_of
+from shardwise.engine.torch_private import NormWithStatistics, version_of
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter
@@ -118,7 +118,7 @@ class ForwardWrites:
             raise ModelError(_refusal(written, "every rank has a copy, and the copies have to stay equal"))
 
     def _now(self) -> list[int]:
-        return [each._version for each in self._others.values()]
+        return [version_of(each) for each in self._others.values()]
 
     def _digest(self, at: int) -> str:
         """Empty for what is at rest."""
@@ -299,5 +299,5 @@ def _is_statistic(buffer: torch.Tensor, places: Iterable[tuple[nn.Module, str]])
         is_on_device
         and buffer.ndim == 1
         and buffer.is_floating_point()
-        and any(isinstance(module, _NormBase) for module, _ in places)
+        and any(isinstance(module, NormWithStatistics) for module, _ in places)
     )

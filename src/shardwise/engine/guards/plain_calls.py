@@ -16,12 +16,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.reads_between_steps import ReadsBetweenSteps
 from shardwise.engine.optimizers.master_states import follow_states
+from shardwise.engine.torch_private import (
+    OF_SCHEDULERS,
+    TAKES_SCALE,
+    hooks_after_all_steps,
+    hooks_before_all_steps,
+    load_state_dict_pre_hooks,
+    not_in_files,
+    optimizer_hooks,
+    state_dict_pre_hooks,
+)
 from shardwise.errors import ModelError, OptimizerError
 
 _SAVE = (
@@ -79,8 +88,8 @@ class PlainCalls:
         everything: dict[str, str] = {}
         for path, module in self.model.named_modules():
             # Of the engine before this one: the model may be whole now.
-            _take_off(module._state_dict_pre_hooks)
-            _take_off(module._load_state_dict_pre_hooks)
+            _take_off(state_dict_pre_hooks(module))
+            _take_off(load_state_dict_pre_hooks(module))
             # On every module, not on the model alone: users save submodules, too.
             if found := self._parts(module):
                 everything |= {f"{path}.{key}".lstrip("."): why for key, why in found.items()}
@@ -90,17 +99,17 @@ class PlainCalls:
             self.model.register_state_dict_pre_hook(_Parts(everything))
         follow_states(self._optimizers, self._master_of)
         for optimizer in self._optimizers:
-            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a class that left out Optimizer.__init__
-                continue
-            _take_off(optimizer._optimizer_step_pre_hooks)
+            if (of_steps := optimizer_hooks(optimizer, "step_pre", None)) is None:
+                continue  # a class that left out Optimizer.__init__
+            _take_off(of_steps)
             optimizer.register_step_pre_hook(_StepOutside(self))
             # GradScaler then calls `step`, which is refused, and does not look for gradients that are not there.
             # Not True: that says of an optimizer that it skips steps on the device (`can_skip_on_device`).
-            vars(optimizer).setdefault("_step_supports_amp_scaling", "a step is refused")
+            vars(optimizer).setdefault(TAKES_SCALE, "a step is refused")
             for kind in ("state_dict", "load_state_dict"):
                 # The optimizer is the user's and outlives an engine: the one before may have owned parts, and this
                 # one all.
-                hooks = getattr(optimizer, f"_optimizer_{kind}_pre_hooks", None)
+                hooks = optimizer_hooks(optimizer, f"{kind}_pre", None)
                 _take_off(hooks or {})
                 # A class that left out Optimizer.__init__ has hooks of steps from its defaults alone.
                 if hooks is not None and not self.owns_all:
@@ -115,7 +124,7 @@ class PlainCalls:
         """Refuse nothing of the optimizers but steps: they are whole inside."""
         for optimizer in self._optimizers:
             for kind in ("state_dict", "load_state_dict"):
-                _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks", {}))
+                _take_off(optimizer_hooks(optimizer, f"{kind}_pre", {}))
         try:
             yield
         finally:
@@ -163,7 +172,7 @@ class PlainCalls:
             elif parameter.is_meta:
                 found[key] = "is of a pipeline stage of another rank (mesh.pp)"
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and key not in module._non_persistent_buffers_set:
+            if buffer is not None and buffer.is_meta and key not in not_in_files(module):
                 found[key] = "is of a pipeline stage of another rank (mesh.pp)"
         return found
 
@@ -281,14 +290,14 @@ def _take_off(hooks: MutableMapping[int, Callable[..., Any]]) -> None:
 def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether code of the user sees each call of `step`: hooks, or a `step` of the object's own."""
     hooks = [
-        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
-        *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
-        *_global_optimizer_pre_hooks.values(),
-        *_global_optimizer_post_hooks.values(),
+        *optimizer_hooks(optimizer, "step_pre", {}).values(),
+        *optimizer_hooks(optimizer, "step_post", {}).values(),
+        *hooks_before_all_steps.values(),
+        *hooks_after_all_steps.values(),
     ]
     own = vars(optimizer).get("step")
     # A learning-rate scheduler puts a function around the step of the class, which only notes that there was one.
-    is_schedulers = getattr(own, "_wrapped_by_lr_sched", False)
+    is_schedulers = getattr(own, OF_SCHEDULERS, False)
     is_noted = own is None or (is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step)
     return not is_noted or any(not isinstance(each, _RefusalHook) for each in hooks)
 

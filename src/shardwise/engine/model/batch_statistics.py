@@ -17,6 +17,7 @@ from shardwise.comm import Channel
 from shardwise.engine.forward.layers import APART, OfEngine, Place, wrap
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.tensor.tp_collectives import TpCollectives
+from shardwise.engine.torch_private import check_input_of_norm
 from shardwise.errors import ModelError
 
 
@@ -78,7 +79,7 @@ class _OfAllRows(OfEngine):
         if not module.training or self._random.active is None or APART in vars(module):
             return cast("torch.Tensor", self.forward(*args, **kwargs))
         (given,) = (*args, *kwargs.values())
-        module._check_input_dim(given)
+        check_input_of_norm(module, given)
         x = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         own = torch.cat([x.sum(dims), x.new_full((1,), x.numel() // x.shape[1])])

@@ -37,11 +37,18 @@ import xxhash
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.forward.aside import attributes_set, kept_attributes
 from shardwise.engine.forward.inventory import with_values
+from shardwise.engine.torch_private import (
+    TRUNCATED_NORMAL,
+    DisableTorchFunction,
+    TorchDispatchMode,
+    schema_of,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 from shardwise.errors import ModelError, in_words
 
 _OWN = ("reset_parameters", "_reset_parameters", "_init_weights")
@@ -225,7 +232,7 @@ class _CallTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # tensors answer what they are, not what they look like
+        with DisableTorchFunction():  # tensors answer what they are, not what they look like
             return self._follow(func, args, kwargs or {})
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +240,7 @@ class _CallTrace(TorchDispatchMode):
             self.begin_draw(*args, *kwargs.values())
         tensors = _tensors((args, kwargs))
         written = _tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)])
-        overwrites = func._opname in _OVERWRITING or "out" in func._overloadname
+        overwrites = func.overloadpacket.__name__ in _OVERWRITING or "out" in schema_of(func).overload_name
         for tensor in tensors:
             storage, is_written = _storage(tensor), any(tensor is each for each in written)
             # A closure may hold the model's own tensors. Written to, the model would change before all ranks have
@@ -248,7 +255,7 @@ class _CallTrace(TorchDispatchMode):
                 self.writes.setdefault(target, []).append(_region(tensor))
             else:
                 self.writes.setdefault(target, [])
-        if func._opname in _OVERWRITING and written[0].is_meta:
+        if func.overloadpacket.__name__ in _OVERWRITING and written[0].is_meta:
             return written[0]  # meta kernels of torch take much longer than to know this
         if len({tensor.is_meta for tensor in tensors}) == 2:
             # Some kernels of torch take both, and leave the values that were there before.
@@ -271,17 +278,17 @@ def _truncated_at_once(trace: _CallTrace) -> AbstractContextManager[None]:
     """`trunc_normal_` is one draw: torch's goes by values, and draws again until all are within the bounds."""
     # `nn.init.trunc_normal_` looks this name up when it is called, so the replacement reaches it however it was
     # imported.
-    original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
+    original: Callable[..., torch.Tensor] = getattr(nn.init, TRUNCATED_NORMAL)
 
     def truncated(tensor: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             is_meta = tensor.is_meta
         if is_meta:
             return tensor.normal_(generator=generator)  # one draw as well, which overwrites all
         with trace.one_draw() if generator is None else nullcontext():
             return original(tensor, *args, generator=generator)
 
-    return attributes_set(nn.init, {"_no_grad_trunc_normal_": truncated})
+    return attributes_set(nn.init, {TRUNCATED_NORMAL: truncated})
 
 
 class Initialisation:
@@ -639,7 +646,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an operation writes to."""
     return tuple(
         (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
+        for position, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -649,7 +656,7 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor.untyped_storage()))
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

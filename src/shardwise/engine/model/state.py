@@ -33,6 +33,7 @@ from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer
 from shardwise.engine.step.loss_scaling import of_settings
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, load_alone, loads_as_torch_does, not_in_files
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan import Parameter, Segment
@@ -125,7 +126,7 @@ def names_of_state(model: nn.Module) -> list[str]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for held in (module._parameters, module._buffers)
         for key, tensor in held.items()
-        if tensor is not None and key not in module._non_persistent_buffers_set
+        if tensor is not None and key not in not_in_files(module)
     ]
 
 
@@ -263,7 +264,7 @@ class EngineRestoration:
                 # Replaced as a whole: a key that the checkpoint does not have must not survive from the run before.
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
-                    with torch._C.DisableTorchFunctionSubclass():  # it has a shape, if no values between two updates
+                    with DisableTorchFunctionSubclass():  # it has a shape, if no values between two updates
                         like = owned.parameter.detach()
                     own = with_shells(known.optimizer, dict(settings_of), like, state)
                     known.optimizer.state[owned.parameter] = own
@@ -347,16 +348,15 @@ def _resized_buffers(
 
 def _takes(module: nn.Module, resized: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether the module loads a state with buffers of these shapes: a copy of it is asked, as torch would ask it."""
-    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
-        return False  # torch's own refuses other shapes
+    if loads_as_torch_does(module):
+        return False  # it refuses other shapes
     twin = copy.copy(module)
     vars(twin).update(_parameters={}, _modules={}, _buffers={})
     for key, buffer in module._buffers.items():
         twin._buffers[key] = None if buffer is None else buffer.detach().clone()
     given = {name.rpartition(".")[2]: room for name, (_, room) in resized.items()}
     state = {key: buffer.clone() for key, buffer in twin._buffers.items() if buffer is not None} | given
-    errors: list[str] = []
-    twin._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
+    errors = load_alone(twin, state)
     taken = {key: buffer.shape for key, buffer in twin._buffers.items() if buffer is not None}
     return not errors and all(taken.get(key) == room.shape for key, room in given.items())
 

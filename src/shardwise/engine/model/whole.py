@@ -39,6 +39,7 @@ from shardwise.engine.model.state_of_all import (
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
 from shardwise.engine.tensor.styles import HEAD_MARK, forget_heads
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter
@@ -263,7 +264,7 @@ class _WholeModel:
             setattr(module, key, part)
             trains = self.parameters[self._ties.get(place, place)].requires_grad
             if part.requires_grad != trains and error == (None, None, None):
-                with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                with DisableTorchFunctionSubclass():  # at rest or not
                     part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
@@ -365,9 +366,9 @@ def _version_of(value: object) -> object:
         return id(value), *map(_version_of, inner_tensors(value))
     if isinstance(value, torch.Tensor):
         if value.is_meta:
-            return id(value), value._version
+            return id(value), version_of(value)
         # Torch counts no writes to `.data`, and none through numpy.
-        return id(value), value._version, digest_of_values(value)
+        return id(value), version_of(value), digest_of_values(value)
     return value if isinstance(value, int | float) else id(value)
 
 

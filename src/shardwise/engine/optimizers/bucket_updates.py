@@ -28,6 +28,7 @@ from shardwise.engine.optimizers.known import KnownOptimizer, on_host
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.steps import OptimizerStep
 from shardwise.engine.optimizers.trials import updates_apart
+from shardwise.engine.torch_private import storage_id
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 
 _Groups = list[dict[str, list[Any]]]
@@ -213,7 +214,8 @@ def _put(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:
 def watched(optimizer: torch.optim.Optimizer, *, buffers: FlatParams, has_parts: bool) -> AbstractContextManager[None]:
     """Around a step of the optimizer. has_parts: whether some rank updates elements only, or some parameters."""
     # Where a rank has all in one memory, code of the user has what a plain program has.
-    stale = {each.working.untyped_storage()._cdata for each in buffers.buckets if each.has_master or buffers.is_shared}
+    apart = [each.working for each in buffers.buckets if each.has_master or buffers.is_shared]
+    stale = {storage_id(each.untyped_storage()) for each in apart}
     if not stale and not has_parts:
         return nullcontext()
     held: list[Held] = []

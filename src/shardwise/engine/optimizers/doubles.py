@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.engine.optimizers.known import keys_not_along, reachable
+from shardwise.engine.torch_private import OPTIMIZER_HOOKS
 from shardwise.errors import OptimizerError, few_of
 from shardwise.plan.nested_state import flat_state, nested_state
 
@@ -171,7 +172,7 @@ def _double(case: Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer
     # Not built anew, because constructors differ; not `deepcopy`, which would copy the user's parameters and moments.
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+        if name.startswith(OPTIMIZER_HOOKS) and isinstance(value, OrderedDict):
             setattr(double, name, OrderedDict())  # hooks of the user are not for trials
         elif name not in ("step", "state", "param_groups"):  # a scheduler's wrapper is bound to the original
             setattr(double, name, _own(value))

@@ -21,6 +21,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell
 from shardwise.engine.tensor.tensor_decision import portion_of
+from shardwise.engine.torch_private import TAKES_SCALE
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
@@ -221,7 +222,7 @@ def can_skip_on_device(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether all of them leave out a step by a flag that is on the device: torch's `fused=True`, as a rule."""
     # The protocol of torch's GradScaler, without its older form, in which `step` takes the scaler itself.
     return all(
-        getattr(each, "_step_supports_amp_scaling", False) is True
+        getattr(each, TAKES_SCALE, False) is True
         # A load may have changed the settings since.
         and all(group.get("fused", True) for group in each.param_groups)
         and "grad_scaler" not in inspect.signature(type(each).step).parameters

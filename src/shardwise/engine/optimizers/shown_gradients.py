@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.forward.part_watch import PART
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.masters import GradientElsewhere
 from shardwise.errors import OptimizerError
@@ -42,7 +43,7 @@ class ShownGradients:
         if self._are_here and (not to_hooks or self._owners.size == 1):
             given = dict(self._whole(gradients, touched & parameters.keys()))
         placed: dict[str, torch.Tensor] = {}
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        with DisableTorchFunctionSubclass():  # at rest or not
             for name in touched & parameters.keys():
                 each = parameters[name]
                 if name in given and (given[name].dtype == each.dtype or not to_hooks):
@@ -50,12 +51,12 @@ class ShownGradients:
                 else:
                     placed[name] = GradientElsewhere.of(each, _REFUSAL)
                 each.grad = placed[name]
-        versions = {name: placed[name]._version for name in given}
+        versions = {name: version_of(placed[name]) for name in given}
         runs = {each.segment.name: each.segment.run for each in self._buffers.owned}
         dropped: set[str] = set()
         try:
             yield dropped
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.no_grad(), DisableTorchFunctionSubclass():
                 for name, before in placed.items():
                     now = parameters[name].grad
                     is_new = now is not before
@@ -69,12 +70,12 @@ class ShownGradients:
                     elif (
                         not to_hooks
                         and name in given.keys() & gradients.keys()
-                        and (is_new or now._version != versions[name])
+                        and (is_new or version_of(now) != versions[name])
                     ):
                         run, mine = runs[name], gradients[name]
                         mine.copy_(now.reshape(-1)[run.start : run.stop].view(mine.shape))
         finally:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 for each in parameters.values():
                     each.grad = None
 

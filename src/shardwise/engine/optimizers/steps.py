@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.guards.plain_calls import counts_steps
 from shardwise.engine.optimizers.doubles import Case, cases_of, run_double, trial_tensors
+from shardwise.engine.torch_private import tree_leaves
 
 _STEPS = 12
 """Some look back every few steps only."""

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.forward.inventory import Inventory
@@ -43,6 +41,7 @@ from shardwise.engine.optimizers.doubles import (
     trial_tensors,
 )
 from shardwise.engine.optimizers.known import keys_not_along, refusal_of_closure
+from shardwise.engine.torch_private import TorchDispatchMode, tree_leaves
 from shardwise.errors import OptimizerError
 
 Found = TypeVar("Found")

@@ -29,6 +29,7 @@ from shardwise.engine.pipeline.infer import CallOutcome, OutcomeTensor, around_o
 from shardwise.engine.pipeline.stage_tensor import StageTensor, ViewMemory
 from shardwise.engine.pipeline.staged_calls import StagedCall, storage_of
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
+from shardwise.engine.torch_private import version_of
 
 # A program whose arguments never repeat would else fill the memory of the rank.
 _MAX_KNOWN = 1 << 13
@@ -228,7 +229,7 @@ def fits(
         if not shares:
             return None
         made_memories.append(memory)
-    return made if versions == [each._version for each in used] else None
+    return made if versions == [version_of(each) for each in used] else None
 
 
 def _fits_one_new(
@@ -239,7 +240,7 @@ def _fits_one_new(
         return None
     memory = storage_of(result)
     for each, before in zip(used, versions, strict=True):
-        if each._version != before or storage_of(each) == memory:
+        if version_of(each) != before or storage_of(each) == memory:
             return None
     return [result]
 

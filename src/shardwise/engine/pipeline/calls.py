@@ -44,6 +44,7 @@ from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, state
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
 from shardwise.errors import ModelError
 
 
@@ -129,7 +130,7 @@ class Executor:
         made: list[torch.Tensor] | None = None
         if flow.stages.is_local(begun.stage):
             used = _tensors_here(begun)
-            versions = [each._version for each in used]
+            versions = [version_of(each) for each in used]
             try:
                 with self.aside():
                     real_args, real_kwargs = seen.real(used, args, kwargs)
@@ -204,10 +205,10 @@ class Executor:
             return entry, None
         used = _tensors_here(begun)
         # Autograd's count of writes: it shows a write in place also where the trial saw none.
-        versions = [each._version for each in used]
+        versions = [version_of(each) for each in used]
         result = self._run(begun, inputs, used, is_described=entry is not None)
         if entry is None:
-            written = [at for at, each in enumerate(used) if each._version != versions[at]]
+            written = [at for at, each in enumerate(used) if version_of(each) != versions[at]]
             made_known = describe(
                 result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=False
             )
@@ -244,9 +245,9 @@ class Executor:
             return entry, None
         before = ObjectContents(objects)
         used = _tensors_here(begun)
-        versions = [each._version for each in used]
+        versions = [version_of(each) for each in used]
         result = self._run(begun, inputs, used, is_described=False)
-        written = [at for at, each in enumerate(used) if each._version != versions[at]]
+        written = [at for at, each in enumerate(used) if version_of(each) != versions[at]]
         entry = describe(result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=True)
         changes = ObjectContents(objects).changes_since(before)
         held = state_text(objects) if changes is None else ""
@@ -494,7 +495,7 @@ def _deliver(
 
 def _refuse_custom_function(tensor: StageTensor) -> None:
     """Ops inside a custom autograd function run without a graph: its backward would be lost without a word."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         node = tensor.grad_fn
     if node is not None:
         name = type(node).__name__.removesuffix("Backward")
@@ -575,7 +576,7 @@ def _write_to_plain(begun: _Begun, tensor: torch.Tensor, spec: Spec) -> None:
 
 def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Check that no other tensors were written to than all ranks assume. A write that is left out does no harm."""
-    written = [each for each, before in zip(used, versions, strict=True) if each._version != before]
+    written = [each for each, before in zip(used, versions, strict=True) if version_of(each) != before]
     if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
         raise ModelError(
             f"{call.name!r} writes in place to an argument ({user_site()}), and before, for inputs of the same "

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.nested_values import is_plain
 from shardwise.engine.pipeline.stage_tensor import Spec
+from shardwise.engine.torch_private import FakeTensor, version_of
 
 Place: TypeAlias = tuple[tuple[str, Any], ...]
 """The way from the objects: ("attribute", name), ("item", key or position), ..."""
@@ -61,7 +61,7 @@ class ObjectContents:
 
     def _walk(self, place: Place, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            self._leaves[place] = _HeldTensor(value, value._version)
+            self._leaves[place] = _HeldTensor(value, version_of(value))
         elif is_plain(value):
             self._leaves[place] = value
         else:

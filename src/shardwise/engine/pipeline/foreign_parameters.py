@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.engine.forward.sharded_parameters import functions_of_metadata
 from shardwise.engine.pipeline.nested import user_site
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.errors import ModelError
 
 OF_ANOTHER_STAGE = (
@@ -31,7 +31,7 @@ def _refusing_class(call: str) -> type:
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in functions_of_metadata():
             raise ModelError(OF_ANOTHER_STAGE.format(name=call, site=user_site()))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     kind: type = nn.Parameter

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from shardwise.comm.local_tensors import is_dense
@@ -31,7 +31,7 @@ from shardwise.comm.nested_values import named_leaves, tensors_in, transform
 from shardwise.engine.forward.autograd_functions import functions_seen
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.forward.randomness import KeyedRandom
-from shardwise.engine.forward.transforms import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
+from shardwise.engine.forward.transforms import INSIDE_A_MODULE, refusal_of_transformed
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.calls import Executor
 from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
@@ -41,6 +41,15 @@ from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedOperation
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
+from shardwise.engine.torch_private import (
+    CALL_METHODS,
+    VERSION,
+    function_modes,
+    is_transformed,
+    pop_function_mode,
+    push_function_mode,
+    top_function_mode,
+)
 from shardwise.errors import BatchError, ModelError
 
 LossOf = Callable[..., MicrobatchLoss]
@@ -71,9 +80,9 @@ _KINDS = _getters(
     *("is_mkldnn", "names", "has_names"),
 )
 _DEVICES = _getters("device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_mtia", "is_xla", "get_device")
-_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
-_SET_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
-_IS_LEAF: Any = vars(torch._C.TensorBase)["is_leaf"].__get__
+_REQUIRES_GRAD: Any = _Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD: Any = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_IS_LEAF: Any = _Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _ITERATION: Any = _Tensor.__iter__
 _DESCRIPTIONS = _SHAPES | _KINDS | _DEVICES | {_REQUIRES_GRAD, _IS_LEAF}
 _ARRAYS = _getters("numpy", "__array__")
@@ -91,7 +100,7 @@ _BY_SHAPE = _getters(
 )
 """Give as many tensors, or dims, as the shape of their input says."""
 _GRAPH = _getters(
-    "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", "_version"
+    "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", VERSION
 ) | {torch.autograd.grad, torch.autograd.backward}
 _ANSWERS: dict[Any, Callable[[Spec], Any]] = {
     function: answer
@@ -169,7 +178,7 @@ class Glue(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, the thread is in its other modes only."""
-        stack = _get_current_function_mode_stack()
+        stack = function_modes()
         if self not in stack:
             yield
             return
@@ -177,7 +186,7 @@ class Glue(TorchFunctionMode):
         try:
             yield
         finally:
-            _push_mode(self)
+            push_function_mode(self)
 
     def showing(self, see: See) -> See:
         """For the program, which runs on all ranks: shows an output on the rank that has the values in it."""
@@ -385,21 +394,21 @@ class _Off:
     def __enter__(self) -> None:
         # Modes are a stack, and a mode of the user's may stand above the glue, which then cannot be taken out.
         # Operations still come to it in that case, and `is_inside` lets them pass.
-        self._is_on_top = torch.overrides._get_current_function_mode() is self._glue
+        self._is_on_top = top_function_mode() is self._glue
         if self._is_on_top:
-            torch.overrides._pop_mode()
+            pop_function_mode()
         self._was_inside, self._glue.is_inside = self._glue.is_inside, self._is_inside
 
     def __exit__(self, *_: object) -> None:
         self._glue.is_inside = self._was_inside
         if self._is_on_top:
-            torch.overrides._push_mode(self._glue)
+            push_function_mode(self._glue)
 
 
 def advice_on_loops(model: nn.Module) -> str:
     """Advice where another method of the model than its forward is running (generate, say); else empty."""
     method = outermost_method(model)
-    if method in ("", "forward", "_wrapped_call_impl", "_call_impl", "__call__"):
+    if method in ("", "forward", *CALL_METHODS, "__call__"):
         return ""
     if method == "generate":
         return (
@@ -414,10 +423,10 @@ def advice_on_loops(model: nn.Module) -> str:
 def _only(modes: Iterable[TorchFunctionMode]) -> None:
     """Let the thread be in these modes."""
     kept = list(modes)
-    for _ in _get_current_function_mode_stack():
-        _pop_mode()
+    for _ in function_modes():
+        pop_function_mode()
     for each in kept:
-        _push_mode(each)
+        push_function_mode(each)
 
 
 def _parts_of(func: Callable[..., Any]) -> Callable[..., tuple[str, tuple[int, ...], bytes]]:

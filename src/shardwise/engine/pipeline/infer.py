@@ -33,6 +33,7 @@ from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, token_of, user_site, with_numbers_and_texts
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
+from shardwise.engine.torch_private import function_modes, pop_function_mode, push_function_mode
 from shardwise.errors import ModelError
 
 # A program whose shapes never repeat would else fill the memory of every rank.
@@ -254,7 +255,7 @@ class CallInference:
         """`objects`: in the place of those among the inputs; None: copies of them."""
         # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
         # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
-        modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        modes = [pop_function_mode() for _ in function_modes()]
         try:
             # A warning of the module comes when it is executed; streams of random numbers stay as they are, since a
             # trial happens on the first of many equal calls only and a stream has to go on alike in all of them.
@@ -286,7 +287,7 @@ class CallInference:
             return None
         finally:
             for mode in reversed(modes):
-                torch.overrides._push_mode(mode)
+                push_function_mode(mode)
 
 
 class _CopiesHoldFakes(TorchFunctionMode):

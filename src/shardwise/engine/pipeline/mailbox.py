@@ -39,6 +39,7 @@ import torch
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.pipeline.expected_contents import ContentList, ContentPlace
+from shardwise.engine.torch_private import set_conj, set_neg
 from shardwise.errors import MismatchError, PeerError
 
 # Fixed, so that a header is one message of known size: the receiver cannot know dims before it has read something.
@@ -458,15 +459,15 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
     if not _flags(tensor):
         return tensor
     bare = tensor.detach()
-    torch._C._set_conj(bare, False)
-    torch._C._set_neg(bare, False)
+    set_conj(bare, False)
+    set_neg(bare, False)
     return bare
 
 
 def _flagged(bare: torch.Tensor, flags: int) -> torch.Tensor:
     if flags:
-        torch._C._set_conj(bare, bool(flags & 1))
-        torch._C._set_neg(bare, bool(flags & 2))
+        set_conj(bare, bool(flags & 1))
+        set_neg(bare, bool(flags & 2))
     return bare
 
 

@@ -35,6 +35,7 @@ from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, here
 from shardwise.engine.pipeline.transfers import MicrobatchFlow, Paths, Purpose
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.errors import StageReadsWarning
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after
@@ -140,7 +141,7 @@ class PipelineRunner:
         self._paths, self._steps_back, self._has_news = self._memories.get(trained, ((), False, False))
         self._trained = trained
         for unit in self.stages.units:
-            with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            with DisableTorchFunctionSubclass():  # at rest or not
                 unit.frozen = tuple(name for name, each in unit.module.named_parameters() if not each.requires_grad)
         self._equipment = replace(self._equipment, chains=[chain for chain in self.chains if chain.name in trained])
         if self._kinds is not None:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from shardwise.engine.torch_private import make_wrapper_subclass, set_conj, set_neg, version_of
+
 
 # Strides too: they decide whether `.contiguous()` and `.reshape()` give a copy or a view, thus what a write in place
 # changes; and kernels for matrices round differently by them. `is_leaf` decides whether autograd allows a write in
@@ -55,9 +57,9 @@ class Spec(NamedTuple):
     def flagged(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fresh tensor, marked as one whose elements are read conjugated or negated where this one's are."""
         if self.is_conj:
-            torch._C._set_conj(tensor, True)
+            set_conj(tensor, True)
         if self.is_neg:
-            torch._C._set_neg(tensor, True)
+            set_neg(tensor, True)
         return tensor
 
 
@@ -91,7 +93,7 @@ class ViewMemory:
         """Another number after every write."""
         # Both counts: writes through values pass this file, writes of all ranks to a plain tensor count in torch.
         # `_version` is the same on all ranks only because all of them execute the latter.
-        return self.num_writes if self.plain is None else self.num_writes + self.plain._version
+        return self.num_writes if self.plain is None else self.num_writes + version_of(self.plain)
 
     @property
     def root(self) -> "ViewMemory":
@@ -200,7 +202,7 @@ class StageTensor(torch.Tensor):
     def __new__(cls, flow: ValueForward, value: StageValue, family: ValueCopies | None = None) -> "StageTensor":
         """A tensor without elements that stands for `value`; `family` where it has copies already."""
         spec = value.spec
-        made: StageTensor = torch.Tensor._make_wrapper_subclass(
+        made: StageTensor = make_wrapper_subclass(
             cls,
             spec.shape,
             strides=spec.stride,

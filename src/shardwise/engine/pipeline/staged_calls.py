@@ -16,10 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from shardwise.comm.accelerators import outlive_threads
@@ -28,6 +25,18 @@ from shardwise.engine.forward.aside import items_set, kept_attributes
 from shardwise.engine.forward.layers import OfEngine, Place, is_ours, run_eagerly, structures_of, wrap
 from shardwise.engine.pipeline.nested import token_of
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
+from shardwise.engine.torch_private import (
+    FORWARD_HOOKS,
+    ORIGINAL_MODULE,
+    FakeTensorMode,
+    TorchDispatchMode,
+    forward_hooks,
+    forward_pre_hooks,
+    hooks_with_keywords,
+    parametrizations_uncached,
+    schema_of,
+    storage_id,
+)
 from shardwise.errors import ModelError
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -55,7 +64,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Equal for tensors that share their memory."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    storage = tensor.untyped_storage()._cdata
+    storage = storage_id(tensor.untyped_storage())
     assert isinstance(storage, int)
     return storage
 
@@ -83,7 +92,7 @@ class Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
+        schema = schema_of(func)
         if schema.name in _UNLIKE_THEIR_FAKES:
             raise NotImplementedError(schema.name)
         # "cuda" is this rank's device. torch remembers what fake operations gave, by their arguments, for all ranks of
@@ -112,18 +121,21 @@ class Fakes:
         """Operations give fake tensors, draw no random numbers that count, compile nothing, and are watched."""
         # Fake operations draw nothing, but a module may seed the generator itself, and a trial is no call of it.
         state = torch.default_generator.get_state()
-        # Inside of `parametrize.cached` the real call would find fake weights, and this one real ones.
-        weights, parametrize._cache = parametrize._cache, {}
         # torch logs each operation without a fake kernel. That is no fault of the program: the owner announces then.
         was_disabled, _LOG.disabled = _LOG.disabled, True
         try:
-            # An activation checkpoint around must not count what is saved here.
-            with saved_tensors_hooks(_same, _same), self._mode, Trial(self._device) as self._trial:
+            # An activation checkpoint around must not count what is saved here. And inside of `parametrize.cached` the
+            # real call would find fake weights, and this one real ones.
+            with (
+                saved_tensors_hooks(_same, _same),
+                parametrizations_uncached(),
+                self._mode,
+                Trial(self._device) as self._trial,
+            ):
                 yield self._trial
         finally:
             _LOG.disabled = was_disabled
             torch.default_generator.set_state(state)
-            parametrize._cache = weights
 
     def hollow(self, spec: Spec) -> torch.Tensor:
         """A fake tensor outside of trials."""
@@ -261,17 +273,17 @@ class PlacedModule(OfEngine):
         """See `StagedCall`. Layers that only differ in their number and their values are alike."""
         # Hooks come and go between calls. Their number decides which records a call gives, so it is part of the
         # signature.
-        hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
+        hooked = tuple((at, len(forward_hooks(each))) for at, each in self._hooked())
         return (self._structure, self.frozen, tuple(each.training for each in (self.module, *self.inner)), hooked)
 
     def identity(self) -> Hashable | None:
         """See `StagedCall`."""
         attributes = vars(self.module)
-        outline = (*attributes, *self.module._forward_pre_hooks)
+        outline = (*attributes, *forward_pre_hooks(self.module))
         if outline != self._outline:
             self._outline = outline
             self._own_names = [key for key in attributes if key not in _OF_EVERY_MODULE]
-            self._has_foreign_hooks = not all(map(is_ours, self.module._forward_pre_hooks.values()))
+            self._has_foreign_hooks = not all(map(is_ours, forward_pre_hooks(self.module).values()))
         may_have = self._has_foreign_hooks or StageTensor in map(type, map(attributes.get, self._own_names))
         if may_have and self.values_set():
             return None
@@ -280,10 +292,10 @@ class PlacedModule(OfEngine):
         state: list[Any] = [self.module.training, self.frozen]
         for each in self.inner:
             state.append(each.training)
-            if each._forward_hooks:
-                state.append(tuple(each._forward_hooks))
-            if each._forward_pre_hooks:
-                state.append(tuple(each._forward_pre_hooks))
+            if forward_hooks(each):
+                state.append(tuple(forward_hooks(each)))
+            if forward_pre_hooks(each):
+                state.append(tuple(forward_pre_hooks(each)))
         if state != self._state or self._identity is None:
             self._state = state
             self._identity = None if self._hooked() else (self, *state)
@@ -294,7 +306,7 @@ class PlacedModule(OfEngine):
 
         Such a hook is called on all ranks, and what it computes is executed on the stage of its parameters.
         """
-        hooks = self.module._forward_pre_hooks
+        hooks = forward_pre_hooks(self.module)
         whole = [self.module] if all(map(is_ours, hooks.values())) else [self.module, *self.inner]
         for each in whole:
             if key := next((key for key, held in each._buffers.items() if type(held) is StageTensor), None):
@@ -328,7 +340,7 @@ class PlacedModule(OfEngine):
                     vars(each)[kind] = type(held)(fresh)
             # `torch.compile(module)` compiles for real tensors. The module inside is tried in its place: shapes are
             # the same.
-            eager = getattr(self.module, "_orig_mod", None)
+            eager = getattr(self.module, ORIGINAL_MODULE, None)
             with run_eagerly(self.module), self._recording() as records:
                 return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
         finally:
@@ -349,15 +361,15 @@ class PlacedModule(OfEngine):
         for at, each in hooked:
             recorders = [
                 (number, hook if is_ours(hook) else _recorder(records, at, position, number, each))
-                for position, (number, hook) in enumerate(each._forward_hooks.items())
+                for position, (number, hook) in enumerate(forward_hooks(each).items())
             ]
-            places.append((vars(each), "_forward_hooks", OrderedDict(recorders)))
+            places.append((vars(each), FORWARD_HOOKS, OrderedDict(recorders)))
         with items_set(places):
             yield records
 
     def _hooked(self) -> list[tuple[int, nn.Module]]:
         """The modules inside that have hooks of others, by position; hooks come and go."""
-        return [(at, each) for at, each in enumerate(self.inner) if each._forward_hooks and _foreign_hooks(each)]
+        return [(at, each) for at, each in enumerate(self.inner) if forward_hooks(each) and _foreign_hooks(each)]
 
     def call_noted_hooks(self, records: Sequence[Any], answer: Any) -> str:
         """Call the hooks that were noted, in order; the name of a module whose hook changes what the rest of the module
@@ -366,8 +378,8 @@ class PlacedModule(OfEngine):
         for at, position, args, kwargs, output in records:
             versions = {each.value.memory: each.value.memory.version for each in _staged((args, kwargs, output))}
             module = self.inner[at]
-            number, hook = list(module._forward_hooks.items())[position]  # torch numbers them over the whole process
-            takes_keywords = number in module._forward_hooks_with_kwargs
+            number, hook = list(forward_hooks(module).items())[position]  # torch numbers them over the whole process
+            takes_keywords = number in hooks_with_keywords(module)
             changed = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
             written = {each for each, version in versions.items() if each.version != version}
             if changed is not None or not written <= given:
@@ -381,7 +393,7 @@ def _staged(nested: Any) -> list[StageTensor]:
 
 
 def _recorder(records: list[Any], at: int, position: int, number: int, module: nn.Module) -> Callable[..., None]:
-    if number in module._forward_hooks_with_kwargs:
+    if number in hooks_with_keywords(module):
 
         def note_keywords(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             records.append((at, position, args, kwargs, output))
@@ -396,7 +408,7 @@ def _recorder(records: list[Any], at: int, position: int, number: int, module: n
 
 def _foreign_hooks(module: nn.Module) -> bool:
     # Casts and random streams belong to the module itself and run with it.
-    return not all(map(is_ours, module._forward_hooks.values()))
+    return not all(map(is_ours, forward_hooks(module).values()))
 
 
 def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:

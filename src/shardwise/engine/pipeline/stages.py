@@ -21,6 +21,7 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.forward.inventory import Inventory, exchange, named_places, take_over, with_values
 from shardwise.engine.forward.packed_tensors import is_shell, shells_aside
 from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.engine.torch_private import change_tensors
 from shardwise.plan import Parameter, Placement
 
 
@@ -244,7 +245,7 @@ def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parame
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
         # Through `_apply`, in which modules move what they hold otherwise. Shells follow what is inside of them.
         with shells_aside(model):
-            model._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
+            change_tensors(model, lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
 
 
 def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:

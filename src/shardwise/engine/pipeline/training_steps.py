@@ -33,7 +33,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch
 
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, Weight, scaled_loss
 from shardwise.engine.forward.passes import UnevenMicrobatches
@@ -45,6 +44,15 @@ from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.ties import Chain, StageTies
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
+from shardwise.engine.torch_private import (
+    dispatch_modes,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    top_saved_hooks,
+)
 from shardwise.errors import ModelError
 
 
@@ -120,9 +128,9 @@ class _ThreadState:
         self._is_inference = torch.is_inference_mode_enabled()
         kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
         self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._function_modes = torch.overrides._get_current_function_mode_stack()
-        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+        self._saving = top_saved_hooks(True)
+        self._function_modes = function_modes()
+        self._dispatch_modes = dispatch_modes()
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[None]:
@@ -141,11 +149,11 @@ class _ThreadState:
                 # A step inside of `save_on_cpu()` means all of its forwards, those in threads too.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             for mode in self._function_modes:  # pushed, not entered: to enter may begin to count anew
-                torch.overrides._push_mode(mode)
-                stack.callback(torch.overrides._pop_mode)
+                push_function_mode(mode)
+                stack.callback(pop_function_mode)
             for each in self._dispatch_modes:
-                _python_dispatch._push_mode(each)
-                stack.callback(_python_dispatch._pop_mode)
+                push_dispatch_mode(each)
+                stack.callback(pop_dispatch_mode)
             yield
 
 

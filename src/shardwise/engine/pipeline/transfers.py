@@ -30,6 +30,7 @@ from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ViewMemory
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.ties import Chain, StageTies
+from shardwise.engine.torch_private import storage_id, top_saved_hooks
 from shardwise.errors import MismatchError, ModelError
 
 Purpose = Literal["step", "evaluation", "prediction", "generation"]
@@ -249,13 +250,13 @@ class MicrobatchFlow:
     def shade(self, tensor: torch.Tensor) -> None:
         """Values of a stage were written to a plain tensor: on other ranks, views of its memory have old elements."""
         storage = tensor.untyped_storage()
-        self._shaded[storage._cdata] = storage
+        self._shaded[storage_id(storage)] = storage
 
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
         if not self._shaded or leaf.layout is not torch.strided:
             return False
         # Memories, not tensors: a view that was taken before the write is another object with the same storage.
-        return leaf.untyped_storage()._cdata in self._shaded
+        return storage_id(leaf.untyped_storage()) in self._shaded
 
     def to_stage(self, tensor: StageTensor, stage: int) -> StageValue:
         """The value on a stage; it crosses when it is first used there."""
@@ -316,7 +317,7 @@ class MicrobatchFlow:
         # the region again in backward. Other ranks do not compute it then and send nothing, so the copy is kept for
         # that moment. Kept only here: everywhere else it would keep an activation alive to the end of the
         # microbatch.
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # inside an activation checkpoint
+        if top_saved_hooks(True) is not None:  # inside an activation checkpoint
             self._recomputable[value.lineage, stage] = copy
         return copy
 

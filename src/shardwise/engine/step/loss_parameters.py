@@ -26,6 +26,7 @@ from shardwise.engine.forward.gradient_kinds import resolve
 from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.tensor.summed_gradients import Traced, sum_over_ranks
+from shardwise.engine.torch_private import DisableTorchFunction, base_of
 from shardwise.engine.zero.grad_hooks import is_of_engine
 from shardwise.engine.zero.masters import GradientElsewhere
 from shardwise.errors import MismatchError
@@ -81,7 +82,7 @@ class LossParameters:
                 self._take_parts(found.loss.flow.leaves)
             loss = found.loss.value.local if type(found.loss) is StageTensor else found.loss
             if loss is not None:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     self._look_at(loss.grad_fn, outputs, microbatch)
             return found
 
@@ -119,7 +120,7 @@ class LossParameters:
             return
         self._own = {id(each) for each in self._model.parameters()}
         given = [each for _, each in named_leaves(microbatch) if torch.is_tensor(each)]
-        inputs = {id(each) for tensor in given for each in (tensor, tensor._base)}
+        inputs = {id(each) for tensor in given for each in (tensor, base_of(tensor))}
         trace = None
         for leaf in fresh:
             if id(leaf) in self._own or id(leaf) in inputs:

@@ -21,10 +21,10 @@ from itertools import chain, pairwise
 from typing import TypeAlias
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shardwise.engine.forward.kept_numbers import KeptNumbers
 from shardwise.engine.step.exact_sums import Numbers, exact_sum
+from shardwise.engine.torch_private import group_by_device_and_dtype, storage_id
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 
 _BLOCK_ELEMENTS = 1 << 18
@@ -79,7 +79,7 @@ def _blocks(runs: Iterable[tuple[torch.Tensor, int]]) -> Iterator[tuple[torch.Te
     first, num_elements, spans, storage = torch.empty(0), 0, list[_Span](), 0
     for run, atom in runs:
         most = _BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS
-        size, held = run.numel(), run.untyped_storage()._cdata
+        size, held = run.numel(), storage_id(run.untyped_storage())
         at = int(run.storage_offset()) - int(first.storage_offset())
         if not (
             held == storage
@@ -131,7 +131,7 @@ def alike(numbers: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: tor
     # Some gradients are on other stages. Torch groups tensors by dtype before it stacks their norms, and the order of
     # the stack decides the last bit: tensors without elements make it group alike.
     stand_ins = [torch.empty(0, dtype=dtypes[at], device=device) for at in numbers]
-    groups = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True) if stand_ins else {}  # type: ignore[list-item]
+    groups = group_by_device_and_dtype([stand_ins], with_indices=True) if stand_ins else {}  # type: ignore[list-item]
     return [[numbers[at] for at in indices] for _, indices in groups.values()]
 
 

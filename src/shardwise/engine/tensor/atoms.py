@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.engine.torch_private import schema_of, storage_id
+
 WHOLE = 0
 """The atom of what every rank has."""
 
@@ -169,11 +171,11 @@ class TracedOperation:
     @property
     def is_writing(self) -> bool:
         """Whether it writes into the first tensor that it is given."""
-        return bool(self.func._schema.is_mutable)
+        return bool(schema_of(self.func).is_mutable)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by its name; `default`: for operations that have none of this name."""
-        for at, each in enumerate(self.func._schema.arguments):
+        for at, each in enumerate(schema_of(self.func).arguments):
             if each.name == name:
                 return self.kwargs.get(name, self.args[at] if at < len(self.args) else each.default_value)
         return default
@@ -306,6 +308,6 @@ class TensorFlow:
     def forget_alike(self, written: Sequence[torch.Tensor]) -> None:
         """Elements of these were written, and so those of what shares storage with them."""
         # A view may be written to, and its base, or another view, read.
-        storages = {each.untyped_storage()._cdata for each in written}
-        for each in [each for each in self._alike if each.untyped_storage()._cdata in storages]:
+        storages = {storage_id(each.untyped_storage()) for each in written}
+        for each in [each for each in self._alike if storage_id(each.untyped_storage()) in storages]:
             del self._alike[each]

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardwise.engine.forward.inventory import named_places
@@ -26,6 +24,7 @@ from shardwise.engine.forward.layers import Layer, Place, unwrap, wrap
 from shardwise.engine.forward.trial_runs import calls_watched, unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
+from shardwise.engine.torch_private import TorchDispatchMode, schema_of, tree_leaves
 from shardwise.plan.adapted_maps import followed_maps
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
@@ -213,7 +212,7 @@ class Following(TorchDispatchMode):
         for each in given:
             flow.read(each)
         output = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
         flow.set_levels(operation)
         # Most operations of a forward see nothing that is cut, and need no rule.

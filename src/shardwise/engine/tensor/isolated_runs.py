@@ -22,7 +22,6 @@ import xxhash
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
 from shardwise.comm.nested_values import is_plain, tensors_in, transform
@@ -34,6 +33,7 @@ from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
+from shardwise.engine.torch_private import TorchDispatchMode, forward_hooks, forward_pre_hooks
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
@@ -200,7 +200,7 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
         if not packed:  # kernels may pack codes in another way in evaluation mode
             each.training = way.trains and (each.training or not is_in_training)
         vars(each)[APART] = True
-        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+        for hooks in (forward_pre_hooks(each), forward_hooks(each)):
             for number in [number for number, hook in hooks.items() if not _is_kept(hook, way)]:
                 del hooks[number]
         for name, held in each._parameters.items():

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.engine.tensor.atoms import TensorFlow, TracedOperation, slim, varies
+from shardwise.engine.torch_private import tree_leaves, tree_map
 
 Numbers = torch.Tensor
 """An atom for each element."""

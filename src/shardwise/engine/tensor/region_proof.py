@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from shardwise.comm import Channel
@@ -50,6 +49,7 @@ from shardwise.engine.tensor.isolated_runs import (
 )
 from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
+from shardwise.engine.torch_private import without_dispatch_modes
 from shardwise.errors import ModelError, ShardwiseError, in_words
 from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of
@@ -499,7 +499,7 @@ class Proof:
     @contextmanager
     def _working(self) -> Iterator[None]:
         # A mode that counts operations must not see those of a proof, which is made once.
-        with attributes_set(self, {"is_at_work": True}), torch.no_grad(), _disable_current_modes():
+        with attributes_set(self, {"is_at_work": True}), torch.no_grad(), without_dispatch_modes():
             yield
 
 

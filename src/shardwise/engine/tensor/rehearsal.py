@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardwise.comm.accelerators import random_states
@@ -31,6 +30,7 @@ from shardwise.engine.forward.trial_runs import unchanged
 from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
 from shardwise.engine.tensor.styles import STYLES, SharedInputs
 from shardwise.engine.tensor.tp_collectives import taken
+from shardwise.engine.torch_private import tree_leaves
 from shardwise.errors import in_words
 from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan

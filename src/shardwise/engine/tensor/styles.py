@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardwise.comm import Channel
@@ -36,13 +35,13 @@ from shardwise.engine.forward.layers import (
     Forward,
     Layer,
     Place,
-    at_end_of_backward,
     in_backward,
     layers_of,
     wrap,
 )
 from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
+from shardwise.engine.torch_private import assert_on_device, at_end_of_backward, tree_leaves, version_of
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import Style, TensorPlan
 from shardwise.space import even_cuts
@@ -77,11 +76,11 @@ class SharedInputs:
         if self._known is not None and self._value is not None and self._value() is value:
             # The same object with other elements is another value: `_version` counts writes in place.
             version, known_how, made = self._known
-            if (version, known_how) == (value._version, how):
+            if (version, known_how) == (version_of(value), how):
                 return made
         made = make(value)
         reference = self._value = weakref.ref(value, self._forget)
-        self._known = (value._version, how, made)
+        self._known = (version_of(value), how, made)
         # What is made may be a view, which keeps the value alive: a weak reference alone would never end. Once backward
         # has been here nothing reads it any more.
         if not in_backward():
@@ -442,7 +441,7 @@ def span_outside(values: torch.Tensor, size: int) -> tuple[int, int] | None:
         return None
     if values.device.type != "cpu":
         # Reading the values would make the host wait for the device at every call.
-        torch._assert_async(((values >= 0) & (values < size)).all())
+        assert_on_device(((values >= 0) & (values < size)).all())
         return None
     lowest, highest = int(values.min()), int(values.max())
     return None if 0 <= lowest <= highest < size else (lowest, highest)

@@ -28,10 +28,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Channel
-from shardwise.engine.forward.transforms import is_transformed, refusal_of_transformed
+from shardwise.engine.forward.transforms import refusal_of_transformed
+from shardwise.engine.torch_private import COMPILER, FakeTensor, is_transformed
 from shardwise.plan.tensor_plan import Ranges
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
@@ -264,7 +264,7 @@ def uncompiled(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
     """The function as compiled modules may call it: what it does is not compiled with them."""
     # torch.compiler.disable would load torch's compiler, which takes seconds. It is loaded with the first module that
     # is compiled; before that nothing can be compiled, and the function may stay as it is.
-    if "torch._dynamo" not in sys.modules:
+    if COMPILER not in sys.modules:
         return function
     alone: Callable[Given, Answer] = torch.compiler.disable(function)
     return alone

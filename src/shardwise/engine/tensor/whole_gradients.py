@@ -17,6 +17,7 @@ from shardwise.comm import Channel
 from shardwise.engine.forward.part_watch import PartWatch
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import portion_of
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, backward_hooks, gradient_hooks
 from shardwise.errors import few_of
 from shardwise.plan.tensor_plan import TensorPlan
 from shardwise.space import Portion
@@ -51,11 +52,11 @@ class WholeGradients:
         return f", with hooks on {few_of(sorted(found))}" if found and compares else ""
 
     def _hooks(self) -> list[tuple[str, MutableMapping[int, Any]]]:
-        with torch._C.DisableTorchFunctionSubclass():  # between steps a part follows what is asked of it
+        with DisableTorchFunctionSubclass():  # between steps a part follows what is asked of it
             return [
                 (name, hooks)
                 for name, each in self.summed.parameters.items()
-                for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)
+                for hooks in (backward_hooks(each), gradient_hooks(each))
                 if hooks
             ]
 

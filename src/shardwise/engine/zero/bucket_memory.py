@@ -13,6 +13,7 @@ from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.writes import bits_in, differ_from_cast, is_small, spread_over, take_what_differs
+from shardwise.engine.torch_private import storage_id
 from shardwise.engine.zero.masters import MasterMemory
 from shardwise.errors import ModelError, in_words
 from shardwise.plan import Bucket, Segment, Slot
@@ -171,7 +172,7 @@ class ShardedBucket(WholeBucket):
         """Parameters that somebody wrote to while they were gathered."""
         # The address of the C++ storage object: it stays while the memory comes and goes. `data_ptr` changes with each
         # `fill`, and means nothing in between.
-        self.storage: int = working.untyped_storage()._cdata
+        self.storage: int = storage_id(working.untyped_storage())
         """What tells the memory of the working copy from that of other tensors, gathered or not."""
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from shardwise.engine.forward.writes import FlatContents
+from shardwise.engine.torch_private import version_of
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket
 
 
@@ -36,7 +37,7 @@ class BucketWrites:
     def note_contents(self, buckets: Sequence[WholeBucket]) -> None:
         """What buckets hold now is what they are to hold."""
         for each in buckets:
-            each.master_memory.version, each.master_memory.is_reached = each.master._version, False
+            each.master_memory.version, each.master_memory.is_reached = version_of(each.master), False
         numbers = [each.number for each in buckets]
         self._working.remember(numbers)
         self._masters.remember(numbers)
@@ -46,7 +47,7 @@ class BucketWrites:
         reached = [
             each.number
             for each in self._trainable
-            if each.master_memory.is_reached or each.master_memory.version != each.master._version
+            if each.master_memory.is_reached or each.master_memory.version != version_of(each.master)
         ]
         written = {*reached, *self._masters.differing()}
         for at in self._working.differing():

@@ -19,7 +19,6 @@ Where masters are in the host's memory (`offload`), `publish` casts there, and t
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -34,6 +33,7 @@ from shardwise.engine.forward.inventory import Inventory, put_on, values_of
 from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.forward.writes import is_due
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_id, version_of
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.bucket_writes import BucketWrites
 from shardwise.engine.zero.masters import master
@@ -49,7 +49,7 @@ def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
 
 def _storage_of(parameter: torch.Tensor) -> int:
     """The storage object of one that is sharded: its address changes whenever it is gathered."""
-    storage: int = parameter.untyped_storage()._cdata
+    storage: int = storage_id(parameter.untyped_storage())
     return storage
 
 
@@ -61,8 +61,6 @@ class Owned:
     parameter: nn.Parameter
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
 
-
-_VERSION = attrgetter("_version")
 
 Mark = TypeVar("Mark", bound=int)
 
@@ -282,8 +280,8 @@ class FlatParams:
         return [name for name, one, other in zip(self._names, now, self._versions, strict=True) if one != other]
 
     def _versions_now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
-            return [*map(_VERSION, self._all)]
+        with DisableTorchFunctionSubclass():  # sharded or not
+            return [*map(version_of, self._all)]
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
@@ -387,7 +385,7 @@ class FlatParams:
 
     def _places_now(self) -> list[int]:
         """For each parameter a value that stays the same until it gets another storage."""
-        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
+        with DisableTorchFunctionSubclass():  # sharded or not
             return [place_of(each) for place_of, each in zip(self._place_functions, self._all, strict=True)]
 
     @torch.no_grad()

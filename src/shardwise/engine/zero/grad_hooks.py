@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.engine.torch_private import GRADIENT_HOOKS, gradient_hooks
+
 
 class Collector(Protocol):
     """Who takes gradients."""
@@ -29,7 +31,7 @@ class Collectors:
         reference = weakref.ref(collector)
         self._parameters = parameters
         self._hooks = {name: _Giving(reference, name) for name in parameters}
-        self._had_hooks = [name for name, each in parameters.items() if each._post_accumulate_grad_hooks]
+        self._had_hooks = [name for name, each in parameters.items() if gradient_hooks(each)]
         """Those whose list of hooks is torch's. Handles of its hooks know it, so it stays."""
         self._handles = {name: self._put_on(name) for name in parameters}
 
@@ -38,14 +40,14 @@ class Collectors:
         # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
         for name in self._had_hooks:
             handle = self._handles[name]
-            if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
+            if next(reversed(gradient_hooks(self._parameters[name]) or ())) != handle.id:
                 handle.remove()
                 self._handles[name] = self._put_on(name)
 
     def _put_on(self, name: str) -> RemovableHandle:
         parameter = self._parameters[name]
-        if not parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks = _BeforeOurs()
+        if not gradient_hooks(parameter):
+            setattr(parameter, GRADIENT_HOOKS, _BeforeOurs())
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hooks[name])
         return handle
 
@@ -74,5 +76,5 @@ class _Giving:
 
 def is_of_engine(parameter: torch.Tensor) -> bool:
     """Whether an engine takes the gradients of a parameter."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(each, _Giving) and each.collector() is not None for each in hooks)
+    hooks = gradient_hooks(parameter) or OrderedDict[int, Any]()
+    return any(isinstance(each, _Giving) and each.collector() is not None for each in hooks.values())

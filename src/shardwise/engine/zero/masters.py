@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.forward.part_watch import PART, Held
 from shardwise.engine.forward.reads_between_steps import ONE_ROOT, carried_out
 from shardwise.engine.forward.sharded_parameters import functions_of_memory, functions_of_metadata
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_leaves
 from shardwise.errors import OptimizerError
 
 NO_GRADIENT = (
@@ -32,8 +32,8 @@ class GradientElsewhere(torch.Tensor):
     @staticmethod
     def of(parameter: torch.Tensor, why: str) -> "GradientElsewhere":
         """In the shape of a parameter. why: in words, with what to do instead."""
-        with torch._C.DisableTorchFunctionSubclass():
-            made: GradientElsewhere = torch.Tensor._make_wrapper_subclass(
+        with DisableTorchFunctionSubclass():
+            made: GradientElsewhere = make_wrapper_subclass(
                 GradientElsewhere, parameter.shape, dtype=parameter.dtype, device=parameter.device
             )
         made._why = why
@@ -43,7 +43,7 @@ class GradientElsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What asks for no values is let through, and `zero_grad` between steps."""
         if func in functions_of_metadata():
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         why = next(each._why for each in tree_leaves((args, kwargs)) if isinstance(each, GradientElsewhere))
         if why is NO_GRADIENT and getattr(func, "__name__", "") in ("zero_", "detach_", "_foreach_zero_"):
@@ -102,7 +102,7 @@ class Master(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take note of what may write without a count, and refuse what sees a part for the whole."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func in functions_of_metadata():
                 return func(*args, **(kwargs or {}))
             if func == _SET_DATA:  # the memory stays the engine's

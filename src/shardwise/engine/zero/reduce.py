@@ -46,6 +46,7 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers, OwnedGradients
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
@@ -165,7 +166,7 @@ class GradReduce(Passes):
         """Those that are added up after, in the order in which they are reduced."""
         for pending in self._after:
             self._by_stage.setdefault(pending.stage, []).append(pending)
-        with torch._C.DisableTorchFunctionSubclass():  # what is at rest has a shape, and refuses the rest
+        with DisableTorchFunctionSubclass():  # what is at rest has a shape, and refuses the rest
             self._shapes = {name: values_of(parameters[name]).shape for name in self._of}
         self._parameters = [parameters[name] for name in self._of]
         self._arena = self._nothing
@@ -282,7 +283,7 @@ class GradReduce(Passes):
         # An update that raised may have left a transfer behind, which nobody needs.
         self._flights.clear()
         self.buffers.forget()
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        with DisableTorchFunctionSubclass():  # at rest or not
             for parameter in self._parameters:
                 parameter.grad = None  # of a backward of the user's own, which this update does not count
         for pending in self._all:

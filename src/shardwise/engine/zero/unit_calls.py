@@ -13,7 +13,7 @@ gathered, and stay.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -22,8 +22,8 @@ from torch import nn
 
 from shardwise.comm import Work
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.forward.layers import at_end_of_backward
 from shardwise.engine.forward.passes import Backward
+from shardwise.engine.torch_private import at_end_of_backward, graph_task, storage_id
 from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.plan.units import Unit
 
@@ -59,10 +59,10 @@ class GatheredUnit:
     def name_at(self, view: torch.Tensor) -> str:
         """The parameter behind `view`, while the unit is gathered."""
         # By its place in memory: a view of a detached tensor knows no base.
-        place = view.untyped_storage()._cdata, view.storage_offset()
+        place = storage_id(view.untyped_storage()), view.storage_offset()
         for name, (parameter, _, _) in zip(self.plan.parameters, self.parameters, strict=True):
             start = parameter.storage_offset()
-            if parameter.untyped_storage()._cdata == place[0] and start <= place[1] < start + parameter.numel():
+            if storage_id(parameter.untyped_storage()) == place[0] and start <= place[1] < start + parameter.numel():
                 return name
         return self.plan.name
 
@@ -106,10 +106,6 @@ class GatheredUnit:
             parameter.__class__ = sharded
 
 
-_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread; no other thread has it. -1: none."""
-
-
 class _Watcher(Protocol):
     """Who gathers for backwards."""
 
@@ -140,7 +136,7 @@ class UnitCall:
         self.entered = entered
         """When its forward began, and ended, in the count of all calls."""
         self.left = entered
-        self.recomputes = _task() != -1
+        self.recomputes = graph_task() != -1
         """Whether its forward runs in a backward, whose next one inside is the one that counts (reentrant)."""
         self.has_hooks = False
         """Whether the hooks of saved tensors were installed for it."""
@@ -156,7 +152,7 @@ class UnitCall:
     def begin(self, _: object = None) -> None:
         """The backward of the call begins."""
         # Each output of the call and each saved tensor of it comes here; the first one counts.
-        if _task() != self._watcher.task and not self.recomputes:
+        if graph_task() != self._watcher.task and not self.recomputes:
             self._watcher.hold(self)
         elif self.backward is Backward.TO_COME:
             self._begin()
@@ -169,7 +165,7 @@ class UnitCall:
         """The backward of the call needs the units, even if it seemed to have ended."""
         # A value that a module keeps on itself may enter the loss past its outputs, and a call may have several inputs:
         # its end is a guess then. To gather once more costs time; to read memory without bytes would end the process.
-        if self.backward is Backward.DONE and (_task() == self._watcher.task or self.recomputes):
+        if self.backward is Backward.DONE and (graph_task() == self._watcher.task or self.recomputes):
             self._begin()
             at_end_of_backward(self.end)
         self.begin()
@@ -180,7 +176,7 @@ class UnitCall:
 
     def end(self, _: object = None) -> None:
         """Everything in the call has its gradient, if it gets one."""
-        if self.backward is Backward.RUNNING and (_task() == self._watcher.task or self.recomputes):
+        if self.backward is Backward.RUNNING and (graph_task() == self._watcher.task or self.recomputes):
             self.backward = Backward.DONE
             self._watcher.end_backward(self)
 

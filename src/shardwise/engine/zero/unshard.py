@@ -49,6 +49,14 @@ from shardwise.comm.agreement import understood
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.passes import Backward, Joint, Passes, unpack
 from shardwise.engine.forward.sharded_parameters import Copy, sharded_class
+from shardwise.engine.torch_private import (
+    COMPILER,
+    graph_task,
+    pop_saved_hooks,
+    push_saved_hooks,
+    skip_code,
+    top_saved_hooks,
+)
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unit_calls import GatheredUnit, Residence, UnitCall
@@ -382,7 +390,7 @@ class Unshard(Passes):
             root.register_hook(self._note_task)
 
     def _note_task(self, _: torch.Tensor) -> None:
-        self.task = torch._C._current_graph_task_id()
+        self.task = graph_task()
 
     def hold(self, call: UnitCall) -> None:
         """Something other than the backward of the microbatch needs the units of a call: they stay from here on."""
@@ -436,16 +444,16 @@ class Unshard(Passes):
         self._spans = (*[(*each.span, call) for unit in call.units for each in unit.buckets], *self._spans)
         # Hooks of others (activation checkpoints) stay alone: torch calls the innermost hooks only. Around a unit in a
         # unit ours are installed already, and find the inner call in `_spans`.
-        call.has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        call.has_hooks = top_saved_hooks(True) is None
         if call.has_hooks:
-            if "torch._dynamo" in sys.modules:
+            if COMPILER in sys.modules:
                 _keep_hooks_eager()
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_saved, unpack)
+            push_saved_hooks(self.pack_saved, unpack)
 
     def end_saving(self, call: UnitCall) -> None:
         """The forward of a call ends, by a return or by an error."""
         if call.has_hooks:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
         self._spans, call.spans_around = call.spans_around, ()
         call.left = self._num_calls
 
@@ -537,4 +545,4 @@ class Unshard(Passes):
 def _keep_hooks_eager() -> None:
     """Keep torch's compiler from the hook of saved tensors: it would compile it with what is compiled."""
     # By its code, once. `torch.compiler.disable` wraps the function, and would cost more in every call than the hook.
-    torch._dynamo.eval_frame.skip_code(Unshard.pack_saved.__code__)
+    skip_code(Unshard.pack_saved.__code__)

@@ -18,11 +18,19 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm.nested_values import tensors_in, transform
-from shardwise.engine.forward.layers import Layer, Place, in_backward, on_gradient
+from shardwise.engine.forward.layers import Layer, Place, in_backward
 from shardwise.engine.forward.packed_tensors import shares_memory
 from shardwise.engine.forward.sharded_parameters import Copy, copy_of_view, refusal_of_write
-from shardwise.engine.forward.transforms import is_transformed, outside_of_transformations
+from shardwise.engine.forward.transforms import outside_of_transformations
 from shardwise.engine.forward.writes import SeenTensor
+from shardwise.engine.torch_private import (
+    graph_task,
+    is_transformed,
+    on_gradient,
+    storage_id,
+    top_saved_hooks,
+    version_of,
+)
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
@@ -125,7 +133,7 @@ def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], ou
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
             return leaf
-        storage = leaf.untyped_storage()._cdata
+        storage = storage_id(leaf.untyped_storage())
         for unit in units:
             if storage in unit.storages and not isinstance(leaf, nn.Parameter):
                 copy = copy_of_view(leaf)
@@ -140,8 +148,8 @@ def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], ou
 def _is_recomputed() -> bool:
     """Whether this forward runs for the sake of a backward that goes on: it gives saved tensors, and no graph."""
     # As `in_backward`, for each call of a unit.
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    return is_in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    is_in_backward = graph_task() != -1
+    return is_in_backward and top_saved_hooks(True) is not None
 
 
 class OutsideReads:
@@ -183,10 +191,10 @@ class OutsideReads:
             self._unshard.reduce_at_end(units)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            versions = [each._version for each in taken]
+            versions = [version_of(each) for each in taken]
             output = function(*args, **kwargs)
             for each, version in zip(taken, versions, strict=True):
-                if each._version != version:
+                if version_of(each) != version:
                     raise refusal_of_write(each._unit_place[0])  # type: ignore[attr-defined]
             # An iterator over a parameter would go on to read after the operation; all its views are taken here.
             return list(output) if isinstance(output, Iterator) else output
