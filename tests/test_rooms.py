@@ -107,6 +107,65 @@ def test_torch_distributed_is_used_by_the_comm_room_and_the_double_of_nccl_only(
     assert lines_with(others, "^torch.distributed") == []
 
 
+def private_names_in(text: str) -> set[str]:
+    """The names with one `_` in front that a source text imports, writes in quotes, or asks of others than `self`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names=names):
+                found |= {part for each in names for part in each.name.split(".")}
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {*module.split("."), *(each.name for each in names)}
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+                found.add(name)
+    return {each for each in found if re.fullmatch(r"_[A-Za-z]\w*", each)}
+
+
+def own_names_in(text: str) -> set[str]:
+    """The names that a source text defines, or gives to attributes of its objects."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(value=ast.Name(id="self"), attr=name):
+                found.add(name)
+    return found
+
+
+STAYING = re.compile(r"_(parameters|modules|buffers|foreach_\w+|scaled_dot_product_\w+|getframe|replace)")
+"""Of torch: see torch_private.py. Of Python: frames and named tuples."""
+OF_OTHERS = {"adapters.py", "evaluation_metrics.py"}
+"""They read private names of peft, and of torchmetrics."""
+
+
+def test_private_names_of_torch_stand_in_one_file_of_the_engine() -> None:
+    texts = {file: file.read_text(encoding="utf-8") for file in sorted((SOURCE / "shardwise/engine").rglob("*.py"))}
+    of_torch = private_names_in(texts.pop(SOURCE / "shardwise/engine/torch_private.py"))
+    assert {"_C", "_cdata", "_forward_hooks"} <= of_torch
+    own = set().union(*map(own_names_in, texts.values()))
+    asked = {file: private_names_in(text) for file, text in texts.items() if file.name not in OF_OTHERS}
+    # What is in quotes and known to neither is of a library of the user's, or an operator's name.
+    attributes = {
+        file: {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+        for file, text in texts.items()
+    }
+    faults = {
+        file: found
+        for file, names in asked.items()
+        if (
+            found := {
+                each
+                for each in names
+                if not STAYING.fullmatch(each) and (each in of_torch or (each in attributes[file] and each not in own))
+            }
+        )
+    }
+    assert faults == {}
+
+
 def heavy_modules_after(script: str) -> str:
     """Which of torch and numpy are loaded once a fresh interpreter has run the script."""
     result = run_python(f"{script}\nprint(*sorted({{'torch', 'numpy'}} & set(sys.modules)))")

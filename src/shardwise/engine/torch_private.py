@@ -106,6 +106,8 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 """Call a function at the end of the backward in this thread. A backward inside of another has its own end."""
 AutogradFunction = autograd_function._SingleLevelFunction
 """What `torch.autograd.Function` inherits `apply` from: torch's compiler knows `Function.apply` itself."""
+backward_class: Callable[[type[torch.autograd.Function]], type] = attrgetter("_backward_cls")
+"""The class of the nodes that a function leaves in graphs; public are their names only."""
 # The hooks around are asked for and called; public is only to put some on for a block.
 top_saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost pair of hooks of saved tensors, or None. True: also while something is traced."""
@@ -173,6 +175,10 @@ hooks_with_keywords: Callable[[nn.Module], Mapping[int, bool]] = attrgetter("_fo
 """The numbers of the forward hooks that are given keywords."""
 hooks_of_all_forwards: Mapping[int, Any] = modules._global_forward_hooks
 hooks_before_all_forwards: Mapping[int, Any] = modules._global_forward_pre_hooks
+HOOKS_OF_MODULES = frozenset(
+    name for name, held in vars(nn.Module()).items() if name.endswith("_hooks") and held is not None
+)
+"""The attributes in which a module has its hooks."""
 state_dict_pre_hooks: Callable[[nn.Module], MutableMapping[int, Any]] = attrgetter("_state_dict_pre_hooks")
 load_state_dict_pre_hooks: Callable[[nn.Module], MutableMapping[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
 NOT_IN_FILES = "_non_persistent_buffers_set"

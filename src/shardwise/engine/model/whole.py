@@ -39,7 +39,7 @@ from shardwise.engine.model.state_of_all import (
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
 from shardwise.engine.tensor.styles import HEAD_MARK, forget_heads
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
+from shardwise.engine.torch_private import HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter
@@ -52,8 +52,6 @@ Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRe
 """See `Engine.restore`."""
 
 _PURPOSE = "the whole model"
-
-_HOOKS = frozenset(name for name, held in vars(nn.Module()).items() if name.endswith("_hooks") and held is not None)
 
 
 @contextmanager
@@ -245,7 +243,7 @@ class _WholeModel:
 
     def __enter__(self) -> "_WholeModel":
         for each in self._model.modules():
-            for hooks in [held for name, held in vars(each).items() if name in _HOOKS and held]:
+            for hooks in [held for name, held in vars(each).items() if name in HOOKS_OF_MODULES and held]:
                 self._hooks.append((hooks, dict(hooks)))
                 for number in [number for number, hook in hooks.items() if is_ours(hook)]:
                     del hooks[number]

@@ -31,7 +31,7 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.engine.forward.transforms import refusal_of_transformed
-from shardwise.engine.torch_private import COMPILER, FakeTensor, is_transformed
+from shardwise.engine.torch_private import COMPILER, FakeTensor, backward_class, is_transformed
 from shardwise.plan.tensor_plan import Ranges
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
@@ -91,7 +91,7 @@ _TRANSPOSES: dict[Kind, Kind] = {
 
 def collective_of(node: object) -> Kind | None:
     """The collective whose backward a node of an autograd graph is; None for another node."""
-    if not isinstance(node, _Collective._backward_cls):
+    if not isinstance(node, backward_class(_Collective)):
         return None
     kind: Kind = node.kind  # type: ignore[attr-defined]
     return kind

@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.engine.tensor.styles import ColumnStyle, span_outside, style_of_head
 from shardwise.engine.tensor.tp_collectives import TpCollectives, widened
+from shardwise.engine.torch_private import backward_class
 from shardwise.errors import ModelError, PlanError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -189,4 +190,4 @@ def _added(values: torch.Tensor) -> torch.Tensor:
 
 def is_cut_loss(node: object) -> bool:
     """Whether a node of an autograd graph is the backward of a loss over cut logits."""
-    return isinstance(node, _CutCrossEntropy._backward_cls)
+    return isinstance(node, backward_class(_CutCrossEntropy))
