@@ -179,9 +179,9 @@ class FigureMaking:
         if around.are_whole:
             numbers = chain.from_iterable(repeat(each, count) for (_, each), count in told)
             norm, parts = self._norms_of_numbers(own, numbers, rows[:, columns.norms])
+            torch.stack([norm, *parts.values()], out=made)
         else:
-            norm, parts = self._norms_of_atoms(own, rows[:, columns.norms])
-        torch.stack([norm, *parts.values()], out=made)
+            norm, parts = self._norms_of_atoms(own, rows[:, columns.norms], made)
         return Figures(around, own, columns, table, self._norm_or_nan(norm, own, rows, columns), parts, self._kept)
 
     def _num_norms(self, own: RankFigures, numbers: Sequence[int]) -> int:
@@ -244,27 +244,29 @@ class FigureMaking:
         parts = {key: total((at for at in order if at in held), f" of {key}") for key, held in of_parts.items()}
         return total(order, ""), parts
 
-    def _norms_of_atoms(self, own: RankFigures, columns: torch.Tensor) -> _NormAndParts:
-        """Gradients are in parts on several ranks; columns: what all ranks give for each atom."""
+    def _norms_of_atoms(self, own: RankFigures, columns: torch.Tensor, made: torch.Tensor) -> _NormAndParts:
+        """Gradients are in parts on several ranks; columns: what all ranks give for each atom. made: gets the norms."""
         dtype, atoms_of = self._around.norm_dtype, {} if own.norms is None else own.norms.atoms
         if self._around.is_host:
             # Exact sums make it the same for every partition.
             squares = columns.numpy()
             of_parts = {key: norm_of(squares[:, [*atoms]].reshape(-1), dtype) for key, atoms in atoms_of.items()}
             parts = {key: torch.tensor(norm, dtype=dtype) for key, norm in of_parts.items()}
-            return torch.tensor(norm_of(squares.reshape(-1), dtype), dtype=dtype), parts
+            norm = torch.tensor(norm_of(squares.reshape(-1), dtype), dtype=dtype)
+            torch.stack([norm, *parts.values()], out=made)
+            return norm, parts
 
-        def total(columns: torch.Tensor, of: str) -> torch.Tensor:
-            norm = torch.linalg.vector_norm(columns, out=self._kept.place(f"norm{of}", dtype=torch.float64))
-            return self._in_norm_dtype(norm, of)
+        def total(columns: torch.Tensor, out: torch.Tensor, of: str) -> torch.Tensor:
+            # Straight to its place: the host rounds it to the dtype of norms, as `_in_norm_dtype` does.
+            return self._in_norm_dtype(torch.linalg.vector_norm(columns, out=out), of)
 
         of_atom = columns.unbind(1)
         # A part without atoms has the norm of nothing, which is 0.
         parts = {
-            key: total(torch.stack([of_atom[at] for at in atoms]) if atoms else columns[:0], f" of {key}")
-            for key, atoms in atoms_of.items()
+            key: total(torch.stack([of_atom[at] for at in atoms]) if atoms else columns[:0], out, f" of {key}")
+            for (key, atoms), out in zip(atoms_of.items(), made[1:], strict=True)
         }
-        return total(columns, ""), parts
+        return total(columns, made[0], ""), parts
 
     def _in_norm_dtype(self, norm: torch.Tensor, of: str) -> torch.Tensor:
         dtype = self._around.norm_dtype
@@ -413,7 +415,7 @@ class Figures:
 
     @cached_property
     def _norms(self) -> list[float]:
-        made = self._copy.values()[-1 - len(self._parts) :]
+        made = torch.from_numpy(self._copy.values()[-1 - len(self._parts) :]).to(self._norm.dtype)
         return [norm if math.isfinite(norm) else math.nan for norm in made.tolist()]
 
     @cached_property
