@@ -32,6 +32,9 @@ def faults_of_file(file: Path) -> list[str]:
     faults = []
     if DRAWERS & {word.removesuffix("s") for word in name.split("_")}:
         faults.append(f"{file} is named like a drawer; name it for the thing that it holds")
+    # A mailbox is what a pipeline has, whatever the standard library has under that name.
+    if name in sys.stdlib_module_names - {"mailbox"}:
+        faults.append(f"{file} is named like the standard module {name}")
     if not text.isascii():
         lines = [number for number, line in enumerate(text.splitlines(), 1) if not line.isascii()]
         faults.append(f"{file} is not ASCII in lines {lines}")

@@ -126,6 +126,18 @@ def test_what_is_not_waited_for_may_come_too_late(
     assert len(seen(lambda: program(waits=False))) > 1
 
 
+def test_a_kernel_knows_nothing_of_the_state_of_the_thread_in_which_it_runs() -> None:
+    """While shapes of fake tensors are worked out, calls of a kernel went to the meta device, and did nothing."""
+    stream, numbers = torch.accelerator.current_stream(FIRST), torch.arange(36.0, device=FIRST)
+    with behind(LAST):
+        mean = numbers.mean()
+        with torch._C._PreserveDispatchKeyGuard():
+            torch._C._set_meta_in_tls_dispatch_include(True)  # as for a fake tensor
+            while not stream.query():  # time goes on, and the kernel runs here
+                pass
+        assert float(mean) == 17.5
+
+
 @pytest.mark.parametrize("to_host", [False, True])
 def test_tensors_of_a_job_are_let_go_while_other_threads_can_call_the_device(to_host: bool) -> None:
     # Where one thread lets go of them under the lock of the queues, and another waits for that lock with Python's, both

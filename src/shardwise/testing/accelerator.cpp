@@ -219,7 +219,10 @@ at::Tensor room_for(c10::DeviceIndex device, const at::Tensor& made) {
 // What is around a kernel, in whatever thread and under whatever modes the host is.
 struct KernelScope {
   c10::InferenceMode inference{true};  // no kernel of a device records anything, or looks at versions
-  c10::impl::ExcludeDispatchKeyGuard plain{
+  // All of what the thread has is put aside: while torch works out the shapes of a fake tensor, a kernel's own calls
+  // would go to the meta device, and memory would stay as it was.
+  c10::impl::ForceDispatchKeyGuard plain{
+      c10::default_included_set.remove(c10::DispatchKey::ADInplaceOrView),
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | c10::python_ks};
   bool before = in_kernel;
   KernelScope() { in_kernel = true; }
