@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.engine.forward.layers import OfEngine, Place, is_compiled, take_off, unwrap, unwrapped, wrap
+from shardwise.engine.forward.layers import OfEngine, Place, is_compiled, run_eagerly, take_off, unwrap, unwrapped, wrap
+from shardwise.engine.forward.precision import MeetingDtypes, meeting_dtypes
 from shardwise.errors import ModelError, UnderflowWarning
 from tests.engine.loops import begun, mean_square, on_ranks, plan_of
 from tests.oracle.batches import points, square_loss
@@ -199,6 +200,12 @@ def test_layers_stand_at_their_places_whatever_was_put_on_first(order: tuple[Pla
     assert (calls, len(hooked), len(compiled)) == ([Place.STAGE, Place.PROOF, Place.TENSOR], 1, compiles)
     assert list(inspect.signature(linear.forward).parameters) == ["input"]
     assert is_compiled(linear) == compiles
+    with MeetingDtypes(linear, sw.Precision(compute="bfloat16")).watched(learns=True):
+        assert (meeting_dtypes() is None) == compiles  # a mode would have it compiled again
+    with run_eagerly(linear):
+        assert torch.equal(linear(x), expected)
+    assert len(compiled) == compiles
+    calls.clear()
     twin = copy.deepcopy(linear)
     nn.init.zeros_(twin.weight)
     nn.init.zeros_(twin.bias)
@@ -206,8 +213,9 @@ def test_layers_stand_at_their_places_whatever_was_put_on_first(order: tuple[Pla
     take_off(layers[Place.PROOF])
     with unwrapped(linear):
         assert torch.equal(linear(x), expected)
+    calls.clear()
     linear(x)
-    assert calls[3:] == [Place.STAGE, Place.TENSOR]
+    assert calls == [Place.STAGE, Place.TENSOR]
     assert len(compiled) == 3 * compiles
     unwrap(linear)
     assert "forward" not in vars(linear)
