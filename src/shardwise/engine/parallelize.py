@@ -476,7 +476,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
-    """TrainedSet parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
+    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
     specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
     return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
 

@@ -116,7 +116,7 @@ class UnevenMicrobatches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After an error the peers are stopped anyway (`peer_stopping`); to follow them would only wait for them.
+        # After an error the peers are stopped anyway (`aborting`); to follow them would only wait for them.
         if kind is None:
             self._skip_to(len(self._joint))
         self.passes.end_pass(has_failed=kind is not None)

@@ -8,7 +8,7 @@
     a buffer                                       data rank 0's values hold for all, as in DistributedDataParallel;
                                                    in a pipeline those of the first stage that changed it
 
-Both are found by the count of writes that torch keeps for each tensor, and by what it holds (`write_watch`). On a
+Both are found by the count of writes that torch keeps for each tensor, and by what it holds (`forward.writes`). On a
 device running statistics count as changed while their layers train, and content is compared in the first steps.
 """
 

@@ -300,7 +300,7 @@ def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
 
 
 def _are_those_of(batches: RankValues, ranks: RankGroups) -> bool:
-    """Whether each rank has the batch of the first one that has to have the same."""
+    """Whether ranks that share a batch were given equal ones."""
     if batches.is_one or len(ranks.speakers) == len(batches):
         return True
     if (rows := batches.rows) is None:
