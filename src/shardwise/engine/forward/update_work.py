@@ -7,13 +7,14 @@ What is balanced by it is a sum over matrices, so constants that all matrices ha
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.engine.torch_private import TorchDispatchMode, tree_leaves
+from shardwise.engine.forward.observe import Observed
+from shardwise.engine.torch_private import tree_leaves
 
 _PER_ELEMENT = 8
 """Products and sums in the time in which memory reads and writes one element: roughly, on devices and on the CPU."""
@@ -31,26 +32,16 @@ _PER_DECOMPOSITION = 10
 """Work of a decomposition of m x n: so many times m n min(m, n)."""
 
 
-class _WorkCount(TorchDispatchMode):
-    """Counts the operations inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.work = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        packet = func.overloadpacket
-        largest = max(filter(torch.is_tensor, tree_leaves((args, out))), key=torch.Tensor.numel, default=None)
-        if packet in flop_registry:
-            self.work += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-        elif largest is not None and largest.dim() > 1 and _is_decomposition(packet.__name__):
-            self.work += _PER_DECOMPOSITION * largest.numel() * min(largest.shape[-2:])
-        elif largest is not None:
-            self.work += _PER_ELEMENT * largest.numel()
-        return out
+def _work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=made))
+    largest = max(filter(torch.is_tensor, tree_leaves((args, made))), key=torch.Tensor.numel, default=None)
+    if largest is None:
+        return 0
+    if largest.dim() > 1 and _is_decomposition(packet.__name__):
+        return _PER_DECOMPOSITION * largest.numel() * min(largest.shape[-2:])
+    return _PER_ELEMENT * largest.numel()
 
 
 def is_sum(operation: Any) -> bool:
@@ -91,10 +82,10 @@ def _count(shape: Sequence[int], update: Callable[[Sequence[torch.Tensor]], obje
         torch.empty(tuple(shape), device=device) if device == "meta" else torch.randn(tuple(shape), generator=generator)
         for _ in range(4)
     ]
-    count = _WorkCount()
+    work = Observed(_work_of)
     try:
-        with count:
+        with work:
             update(stretch)
     except Exception:  # whatever an unknown optimizer raises
         return None
-    return max(1, count.work)
+    return max(1, int(work.value))

@@ -10,7 +10,6 @@ inside of it are not looked at.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,8 +19,8 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.engine.forward.inventory import named_places
-from shardwise.engine.forward.layers import Layer, Place, unwrap, wrap
-from shardwise.engine.forward.trial_runs import calls_watched, unchanged
+from shardwise.engine.forward.layers import Layer, Place, wrap
+from shardwise.engine.forward.trial_runs import aside, watch_calls
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
 from shardwise.engine.torch_private import TorchDispatchMode, schema_of, tree_leaves
@@ -42,20 +41,17 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
     for module, _, name, parameter in named_places(model):
         names.setdefault(id(parameter), name)
         owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
+    flow = TensorFlow(Atoms(), owners, followed)
+    root = _Root(flow)
     # Without dropout and without a graph: atoms do not depend on values, and gradients are followed as levels.
-    with torch.no_grad(), unchanged(model), ExitStack() as stack:
+    with aside(model):
         model.eval()
-        flow = TensorFlow(Atoms(), owners, followed)
         for each in followed.values():
             each.flow = flow
             wrap(each.called, each)
-        stack.callback(unwrap, model)
-        root = _Root(flow)
         wrap(model, root)
         for name, module in model.named_modules():
-            stack.enter_context(
-                calls_watched(module, partial(flow.where.append, name), partial(flow.where.__delitem__, -1))
-            )
+            watch_calls(module, partial(flow.where.append, name), partial(flow.where.__delitem__, -1))
         with Following(flow):
             call()
     return _TraceReader(flow, followed, outline, root.given, names=names).trace()

@@ -13,7 +13,6 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,23 +22,20 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
 from shardwise.comm.nested_values import is_plain, tensors_in, transform
-from shardwise.engine.forward.aside import kept_attributes
-from shardwise.engine.forward.kept_objects import held_tensors, own_generators
+from shardwise.engine.forward.kept_objects import held_tensors
 from shardwise.engine.forward.layers import APART, Forward, package_of, run_eagerly, strip
+from shardwise.engine.forward.observe import Observed, eps_of
 from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
+from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
-from shardwise.engine.torch_private import TorchDispatchMode, forward_hooks, forward_pre_hooks
+from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
-
-_TF32 = 2.0**-10
-"""The precision of float32 products of 10 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +44,8 @@ class CopiedInputs:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    has_state: bool
+    has_state: bool = False
     """Whether tensors are inside of objects (a cache of keys and values): how they are cut is unknown."""
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "CopiedInputs":
-        """Raises what an object raises that cannot be copied."""
-        known: dict[int, Any] = {}
-        hidden: list[torch.Tensor] = []
-
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                # Subclasses and sparse tensors may not be what `clone` and arithmetic take them for.
-                if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided:
-                    raise TypeError(f"a {type(leaf).__name__} of layout {leaf.layout}")
-                return leaf.detach().clone()
-            if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
-                return leaf
-            found = held_tensors(leaf)
-            hidden.extend(found)
-            # deepcopy refuses tensors with a graph. It finds these copies in its memo and takes them.
-            known.update({id(each): each.detach().clone() for each in found})
-            return copy.deepcopy(leaf, known)
-
-        args, kwargs = transform((args, kwargs), copied, fresh=True)
-        return cls(args, kwargs, bool(hidden))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -88,19 +61,26 @@ class CopiedInputs:
         return CopiedInputs(args, kwargs, self.has_state)
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CopiedInputs":
-        """A copy whose tensors, hidden ones too, are what `change` gives."""
-        fresh = CopiedInputs.of(self.args, self.kwargs)
+        """A copy whose tensors, hidden ones too, are what `change` gives. Raises for what cannot be copied."""
+        known: dict[int, Any] = {}
+        hidden: list[torch.Tensor] = []
 
-        def put(leaf: Any) -> Any:
+        def copied(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                return change(leaf)
-            for each in held_tensors(leaf):
-                # The tensors of an object are changed where the object holds them: `fresh` is a copy.
-                each.data = change(each)
-            return leaf
+                # Subclasses and sparse tensors may not be what `clone` and arithmetic take them for.
+                if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided:
+                    raise TypeError(f"a {type(leaf).__name__} of layout {leaf.layout}")
+                return change(leaf.detach())
+            if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
+                return leaf
+            found = held_tensors(leaf)
+            hidden.extend(found)
+            # deepcopy refuses tensors with a graph. It finds these copies in its memo and takes them.
+            known.update({id(each): change(each.detach()) for each in found if id(each) not in known})
+            return copy.deepcopy(leaf, known)
 
-        args, kwargs = transform((fresh.args, fresh.kwargs), put)
-        return CopiedInputs(args, kwargs, self.has_state)
+        args, kwargs = transform((self.args, self.kwargs), copied, fresh=True)
+        return CopiedInputs(args, kwargs, bool(hidden))
 
 
 class Way(NamedTuple):
@@ -119,7 +99,7 @@ class ModuleRun(NamedTuple):
 
     tensors: list[torch.Tensor]
     eps: float
-    """The coarsest precision of all that it computed."""
+    """The coarsest precision of all that it computed: a forward may cast to bfloat16 inside and back again."""
     drew: bool
     """Whether it drew random numbers."""
 
@@ -127,39 +107,26 @@ class ModuleRun(NamedTuple):
 def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun:
     """What the module gives; raises what it raises. Each run begins with the random state of now."""
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
-    own = own_generators(module)
-    precision = _PrecisionWatch()
-    given = inputs.changed(widened if way.is_wide else _same)
+    given = inputs.changed(lambda value: (widened(value) if way.is_wide else value).clone())
     with (
-        ExitStack() as stack,
-        torch.no_grad(),
         # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
         # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
-        random_numbers_kept(device, own=own),
+        aside(module) as has_drawn,
         # Under autocast a wide run would be rounded to half precision again.
         torch.autocast(device.type, enabled=False),
         NoDropout(),
-        precision,
-    ):
-        # A forward may write into the modules, their lists and dicts.
-        stack.callback(kept_attributes(module.modules(), contents=(list, dict, set)))
         # What module.compile() made of it would be compiled anew for these parameters.
-        stack.enter_context(run_eagerly(module))
+        run_eagerly(module),
+        Observed(eps_of, max) as precision,
+    ):
         _prepare(module, parameters, way)
         if not way.is_cut:
             # A model that computes its loss inside would take whole logits for a part of a cut head.
             forget_heads(module)
             forward = strip(module, forward)
-        before = random_states(device, own)
         output = forward(*given.args, **given.kwargs)
         tensors = [each.detach() for each in tensors_in(output)]
-        return ModuleRun(tensors, precision.eps, drew=has_drawn(before, device, own))
-
-
-def has_drawn(before: Mapping[str, torch.Tensor], device: torch.device, own: Sequence[torch.Generator]) -> bool:
-    """Whether random numbers were drawn since `random_states` gave `before`."""
-    now = random_states(device, own)
-    return not all(torch.equal(state, now[kind]) for kind, state in before.items())
+        return ModuleRun(tensors, precision.value, has_drawn())
 
 
 class NoDropout(TorchFunctionMode):
@@ -190,7 +157,7 @@ def _dropouts() -> frozenset[Any]:
 
 
 def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
-    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    wide: dict[torch.Tensor, torch.Tensor] = {}
     modules = list(module.modules())
     # In training mode each module keeps its own mode (frozen norms are in evaluation mode). A model that is called in
     # evaluation mode as a whole says nothing of modes, so all train.
@@ -206,43 +173,12 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
         for name, held in each._parameters.items():
             if held is not None and name not in packed:
                 each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
-        for name, buffer in each._buffers.items():
+        for name, buffer in each._buffers.items() if way.is_wide else ():
             if buffer is not None:
-                fresh = widened(buffer).clone() if way.is_wide else buffer.clone()
-                # A buffer that two modules share stays one: what one writes the other reads.
-                each._buffers[name] = buffers.setdefault(buffer, fresh)
+                each._buffers[name] = wide.setdefault(buffer, widened(buffer))
     if way.is_wide:
         # The casts of inputs to the dtype of parameters would undo the widening.
         stop_following(module)
-
-
-class _PrecisionWatch(TorchDispatchMode):
-    """Notes the coarsest precision of all that is computed inside: what a forward casts itself, too."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.eps = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        # Every operation counts, not only the output: a forward may cast to bfloat16 inside and back again.
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
-                self.eps = max(self.eps, torch.finfo(each.dtype).eps, _eps_inside(str(func), each))
-        return made
-
-
-def _eps_inside(operation: str, made: torch.Tensor) -> float:
-    """The precision of products that torch may take in fewer digits than those of their dtype (TF32)."""
-    if made.dtype != torch.float32:
-        return 0.0
-    if "convolution" in operation:
-        return _TF32 if rounds_convolutions(made.device) else 0.0
-    if any(word in operation for word in ("mm", "matmul", "linear", "addmv", "dot", "attention")):
-        return {"highest": 0.0, "high": _TF32}.get(
-            torch.get_float32_matmul_precision(), torch.finfo(torch.bfloat16).eps
-        )
-    return 0.0
 
 
 def _is_kept(hook: Any, way: Way) -> bool:
@@ -254,10 +190,6 @@ def _is_kept(hook: Any, way: Way) -> bool:
     if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
     return package_of(hook) in ("torch", "shardwise")
-
-
-def _same(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 _FACTOR, _COARSE_FACTOR = 64.0, 8.0

@@ -19,7 +19,7 @@ order. All ranks agree on the verdict before the update.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.aside import attributes_set
-from shardwise.engine.forward.layers import Forward, Layer, Place, in_backward, take_off, wrap
+from shardwise.engine.forward.layers import Layer, Place, in_backward, take_off, wrap
 from shardwise.engine.forward.packed_tensors import first_tensor, is_packed
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
@@ -52,7 +52,7 @@ from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_ha
 from shardwise.engine.torch_private import without_dispatch_modes
 from shardwise.errors import ModelError, ShardwiseError, in_words
 from shardwise.plan.tensor_cuts import GROUPS, HEADS
-from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of
+from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, ParameterCut, TensorPlan, regions_of
 from shardwise.space import even_cuts
 
 Gather = Callable[[torch.Tensor], AbstractContextManager[None]]
@@ -84,32 +84,64 @@ class _RegionDifference:
     noise: float
 
 
-class Comparison:
-    """Runs a region both ways. Ranks along tp do it together, and all get the same result."""
+State = Literal["waiting", "standby", "done"]
 
-    def __init__(
-        self,
-        region: CutRegion,
-        module: nn.Module,
-        plan: TensorPlan,
-        names: Mapping[nn.Parameter, str],
-        channel: Channel,
-        collectives: TpCollectives,
-        gather: Gather | None,
-    ) -> None:
-        """names: of parameters, as the plan has them. gather: of parameters at rest; None: all have their values."""
+
+class _RegionProof(Layer):
+    """Runs a region, or a module around one, both ways.
+
+    waiting --compared--> done --all agreed--> taken off
+    standby --a region inside hands the proof on--> waiting          standby --its call ends--> done
+    """
+
+    place = Place.PROOF
+
+    def __init__(self, proof: "Proof", region: CutRegion) -> None:
         self.region = region
-        self.module = module
-        self._plan = plan
-        self._names = names
-        self._channel = channel
-        self._collectives = collectives
-        self._gather: Gather = gather or (lambda _: nullcontext())
+        self.state: State = "waiting" if region.is_needed else "standby"
+        self._run = uncompiled(self._seen)
+        self._proof = proof
 
-    def verdict(self, forward: Forward, inputs: CopiedInputs, *, is_outermost: bool) -> Unknown | str | None:
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        proof = self._proof
+        # Not inside of the proof's own runs, and not in a recomputation, which is an earlier call once more. At stage 3
+        # data ranks that skip this microbatch gather what this rank announces, and a proof gathers more than that.
+        is_passed = self.state == "done" or proof.is_at_work or in_backward() or proof.is_followed()
+        if is_passed or not self._is_real(args, kwargs):
+            return self.forward(*args, **kwargs)
+        # Before the forward: it may write to what it is given.
+        inputs: CopiedInputs | Unknown
+        try:
+            inputs = CopiedInputs(args, kwargs).changed(torch.clone)
+        except Exception as error:
+            inputs = Unknown(f"its inputs cannot be copied ({error})")
+        with proof.calling(self):
+            try:
+                output = self.forward(*args, **kwargs)
+            except ShardwiseError:
+                raise
+            except Exception as error:
+                if isinstance(inputs, CopiedInputs):
+                    proof.explain(self, inputs, error)
+                raise
+            if self.state == "waiting":
+                proof.compare(self, inputs)
+            self.state = "done"
+        return output
+
+    def _is_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call computes values, rather than shapes."""
+        held = [each for inner in self.module.modules() for each in inner._parameters.values() if each is not None]
+        return not any(is_fake(each) for each in (*tensors_in((args, kwargs)), *held))
+
+    def verdict(self, inputs: CopiedInputs, *, is_outermost: bool) -> Unknown | str | None:
         """None where cut and whole agree; else why not, or why that is unknown.
 
-        forward: what the plan runs. is_outermost: no module around could be compared instead.
+        is_outermost: no module around could be compared instead. Ranks along tp do it together, and get one result.
         """
         pair = self._shared(inputs)
         if isinstance(pair, Unknown):
@@ -119,24 +151,18 @@ class Comparison:
         with ExitStack() as gathered:
             for each in self.module.parameters():
                 if is_packed(each):
-                    gathered.enter_context(self._gather(first_tensor(each)))
-            return self._judged(forward, pair, held, inputs, is_outermost=is_outermost)
+                    gathered.enter_context(self._proof.gather(first_tensor(each)))
+            return self._judged(pair, held, is_outermost=is_outermost)
 
     def _judged(
-        self,
-        forward: Forward,
-        pair: tuple[CopiedInputs, CopiedInputs],
-        held: Parameters,
-        inputs: CopiedInputs,
-        *,
-        is_outermost: bool,
+        self, pair: tuple[CopiedInputs, CopiedInputs], held: Parameters, *, is_outermost: bool
     ) -> Unknown | str | None:
         # Every decision in these loops comes from numbers that all ranks have exchanged, so that all ranks go the same
         # way: each turn gathers over tp, and a rank that left early would let the others wait.
         for trains in (False, True):
             found: _RegionDifference | Unknown | None = None
             for attempt in range(_ATTEMPTS):
-                found = self._compare(forward, *pair, held, attempt, is_outermost=is_outermost, trains=trains)
+                found = self._compare(*pair, held, attempt, is_outermost=is_outermost, trains=trains)
                 if not isinstance(found, _RegionDifference):
                     break
             # Training mode comes second: a region that cannot be compared there has agreed in evaluation mode already.
@@ -145,7 +171,7 @@ class Comparison:
             if isinstance(found, _RegionDifference):
                 # A cache of keys and values is given with what this rank computed; uncut, the module would need the
                 # whole cache. A difference may come from there, and proves nothing.
-                if inputs.has_state:
+                if pair[0].has_state:
                     return Unknown("each rank may have its own part of the tensors in an object that it is given")
                 return self._refusal(found, "training mode without dropout" if trains else "evaluation mode")
         return None
@@ -157,7 +183,7 @@ class Comparison:
             f"{found.noise:.1e}. {self._rules()} {self._advice()}"
         )
 
-    def explanation(self, forward: Forward, inputs: CopiedInputs, error: str) -> str:
+    def explanation(self, inputs: CopiedInputs, error: str) -> str:
         """The message for an error that only the cut module raises; empty for one that the whole module raises too.
 
         No rank is asked: another one may not have failed, and would not answer. Any parameters of the right shapes show
@@ -166,10 +192,10 @@ class Comparison:
         # `expand` of one number: a whole parameter of any size takes the memory of one element.
         stand_ins: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in self._unpacked():
-            cut = self._plan.cuts.get(self._names[parameter])
+            cut = self._cut_of(parameter)
             value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
             stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
-        if isinstance(self._try(forward, inputs, stand_ins, Way(is_cut=False, is_wide=False, trains=False)), str):
+        if isinstance(self._try(inputs, stand_ins, Way(is_cut=False, is_wide=False, trains=False)), str):
             return ""
         return (
             f"tensor.rules: {self._named()} fails when it is cut, and runs with whole parameters: {error}\n"
@@ -202,7 +228,7 @@ class Comparison:
         if len({dtype for _, dtype, _ in described}) > 1:
             return None
         if len(set(shapes)) == 1 and tensor.is_floating_point():
-            every = self._collectives.gathered(tensor)
+            every = self._proof.collectives.gathered(tensor)
             if differ(list(every), [every[0]] * len(every)) <= _CLOSE * torch.finfo(tensor.dtype).eps:
                 return every[0], every[0]
         for dim in self.region.dims:
@@ -212,12 +238,15 @@ class Comparison:
             # Parts of positions are recognized by their sizes: along one dim they are those that an even cut makes.
             cuts = even_cuts(sum(shape[dim] for shape in shapes), len(shapes))
             if [stop - start for start, stop in cuts] == [shape[dim] for shape in shapes]:
-                return self._collectives.all_gather(tensor, dim, [(each,) for each in cuts]), tensor
+                return self._proof.collectives.all_gather(tensor, dim, [(each,) for each in cuts]), tensor
         return None
 
     def _unpacked(self) -> list[nn.Parameter]:
         """Packed weights run as they are: changed codes belong to no scales."""
         return [each for each in self.module.parameters() if not is_packed(each)]
+
+    def _cut_of(self, parameter: nn.Parameter) -> ParameterCut | None:
+        return self._proof.plan.cuts.get(self._proof.names[parameter])
 
     def _held(self) -> Parameters:
         """Copies of this rank's parameters."""
@@ -225,7 +254,7 @@ class Comparison:
         for parameter in self._unpacked():
             # Under sharding stage 3 the values are elsewhere between uses: one parameter at a time is gathered and
             # copied.
-            with self._gather(parameter):
+            with self._proof.gather(parameter):
                 held[parameter] = parameter.detach().clone()
         return held
 
@@ -234,15 +263,14 @@ class Comparison:
         whole: dict[nn.Parameter, torch.Tensor] = {}
         own: dict[nn.Parameter, torch.Tensor] = {}
         for parameter, local in held.items():
-            name = self._names[parameter]
             value = widened(local) if is_wide else local
-            cut = self._plan.cuts.get(name)
+            cut = self._cut_of(parameter)
             if cut is not None:
-                value = self._collectives.all_gather(value, cut.dim, cut.ranges)
+                value = self._proof.collectives.all_gather(value, cut.dim, cut.ranges)
             # Changed after the gathering, by numbers that the name and the attempt decide: all ranks change the whole
             # alike, and the portions are portions of the same whole.
-            whole[parameter] = value = perturbed(value, name, attempt)
-            portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._channel.rank])
+            whole[parameter] = value = perturbed(value, self._proof.names[parameter], attempt)
+            portion = value if cut is None else taken(value, cut.dim, cut.ranges[self._proof.channel.rank])
             own[parameter] = portion.contiguous()
         return whole, own
 
@@ -250,7 +278,6 @@ class Comparison:
 
     def _compare(
         self,
-        forward: Forward,
         whole: CopiedInputs,
         own: CopiedInputs,
         held: Parameters,
@@ -263,10 +290,11 @@ class Comparison:
         problem = ""
         # Half precision as float32 first: with 3 digits a wrong plan could hide in the rounding. A forward that refuses
         # float32 (it casts to a fixed dtype inside) is compared as it is.
-        for is_wide in (True, False) if self._has_halves(whole) else (True,):
+        has_halves = any(is_half(each) for each in (*self.module.parameters(), *whole.tensors))
+        for is_wide in (True, False) if has_halves else (True,):
             parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
             uncut = Way(is_cut=False, is_wide=is_wide, trains=trains)
-            expected = self._try(forward, whole, parameters, uncut)
+            expected = self._try(whole, parameters, uncut)
             problem = next(filter(None, self._exchanged(expected if isinstance(expected, str) else "")), "")
             if problem or isinstance(expected, str):
                 continue
@@ -274,7 +302,7 @@ class Comparison:
             # too.
             if trains and any(self._exchanged(expected.drew)):
                 return None
-            made = self._try(forward, own, portions, uncut._replace(is_cut=True))
+            made = self._try(own, portions, uncut._replace(is_cut=True))
             answers = self._exchanged(
                 [made, []] if isinstance(made, str) else ["", [list(each.shape) for each in made.tensors]]
             )
@@ -296,17 +324,17 @@ class Comparison:
             # The bound is measured and not guessed: how much one last digit in inputs and parameters moves the output
             # depends on the depth of the region and on how its terms cancel.
             inexact, values = rounded(whole, parameters, expected.eps)
-            again = self._try(forward, inexact, values, uncut)
+            again = self._try(inexact, values, uncut)
             others = [] if isinstance(again, str) else again.tensors
             is_alike = len(others) == len(expected.tensors)
             noise = max(finest, *self._exchanged(differ(others, expected.tensors) if is_alike else 0.0))
             return None if relative <= factor_of(expected.eps) * noise else _RegionDifference(relative, noise)
         return Unknown(f"it does not run alone with whole parameters ({problem})")
 
-    def _try(self, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun | str:
+    def _try(self, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun | str:
         """What the module gives, or what it raises."""
         try:
-            return run_apart(self.module, forward, inputs, parameters, way)
+            return run_apart(self.module, self.forward, inputs, parameters, way)
         except Exception as error:
             return in_words(error)
 
@@ -319,18 +347,15 @@ class Comparison:
         """Each tensor with what it is compared with; None where the rank has a part of unknown place."""
         pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for at, (cut, whole) in enumerate(zip(made, expected, strict=True)):
-            kind, other = leaf_of(cut, whole, [each[at] for each in shapes], self._channel.rank)
+            kind, other = leaf_of(cut, whole, [each[at] for each in shapes], self._proof.channel.rank)
             # Modules behind it read the first output. Others (attention weights of own heads) may only be there to be
             # looked at.
             pairs.append((cut, other) if kind == "alike" or (kind == "part" and at == 0) else None)
         return pairs
 
-    def _has_halves(self, inputs: CopiedInputs) -> bool:
-        return any(is_half(each) for each in (*self.module.parameters(), *inputs.tensors))
-
     def _exchanged(self, value: Any) -> list[Any]:
         """Every rank's value."""
-        answers = self._channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
+        answers = self._proof.channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
         return understood(answers, json.loads, purpose=_PURPOSE)
 
     # Words ----------------------------------------------------------------------------------------------------------
@@ -341,11 +366,12 @@ class Comparison:
 
     def _rules(self) -> str:
         listed = [f"{name!r}: {', '.join(style.kind for style in held)}" for name, held in self.region.styles.items()]
-        held = [self._names[each] for each in self.module.parameters() if self._names[each] in self._plan.cuts]
+        plan = self._proof.plan
         listed += [
-            f"{name!r}: cut along dim {self._plan.cuts[name].dim}"
-            for name in held
-            if not any(style.kind in CUTS_THE_MODULE for style in self._plan.styles.get(name.rpartition(".")[0], ()))
+            f"{name!r}: cut along dim {plan.cuts[name].dim}"
+            for name in map(self._proof.names.__getitem__, self.module.parameters())
+            if name in plan.cuts
+            and not any(style.kind in CUTS_THE_MODULE for style in plan.styles.get(name.rpartition(".")[0], ()))
         ]
         more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
         return f"The rules in it: {'; '.join(listed[:8])}{more}."
@@ -369,9 +395,6 @@ class Comparison:
         )
 
 
-State = Literal["waiting", "standby", "done"]
-
-
 class Proof:
     """The state of the proof: which regions are still to be compared, and what is refused."""
 
@@ -386,35 +409,35 @@ class Proof:
         is_followed: Callable[[], bool] = lambda: False,
         is_local: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """channel: along tp. gather: see `Comparison`. is_followed: whether data ranks that gather too skip what
-        runs now; nothing is proved then. is_local: whether a module runs as one on this rank."""
+        """channel: along tp. gather: of parameters at rest; None: all have their values. is_followed: whether data
+        ranks that gather too skip what runs now; nothing is proved then. is_local: whether a module runs as one on this
+        rank."""
         self.unproved: dict[str, str] = {}
         """Modules that could not be compared, and why."""
         self.is_at_work = False
         """Whether modules run for the comparison."""
         self.is_followed = is_followed
+        self.plan = plan
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.channel = channel
+        self.collectives = TpCollectives(channel, "proof of tensor.rules")
+        self.gather: Gather = gather or (lambda _: nullcontext())
         self._model = model
-        self._channel = channel
         self._world = world
-        self._has_styles = bool(plan.styles)
         self._has_agreed = False
         self._refusals: list[str] = []
         self._warned: set[str] = set()
-        self._watched: list[_RegionWatch] = []
-        self._calls: list[_RegionWatch] = []
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        collectives = TpCollectives(channel, "proof of tensor.rules")
+        self._watched: list[_RegionProof] = []
+        self._calls: list[_RegionProof] = []
         for region in regions_of(plan):
             if is_local(region.name):
-                module = model.get_submodule(region.name)
-                comparison = Comparison(region, module, plan, names, channel, collectives, gather)
-                self._watched.append(_RegionWatch(self, comparison))
-                wrap(module, self._watched[-1])
+                self._watched.append(_RegionProof(self, region))
+                wrap(model.get_submodule(region.name), self._watched[-1])
             elif region.is_needed:
                 self.unproved[region.name] = "it runs on several stages of the pipeline"
 
     @contextmanager
-    def calling(self, watch: "_RegionWatch") -> Iterator[None]:
+    def calling(self, watch: _RegionProof) -> Iterator[None]:
         """The watched module runs."""
         self._calls.append(watch)
         try:
@@ -422,30 +445,26 @@ class Proof:
         finally:
             self._calls.pop()
 
-    def compare(self, watch: "_RegionWatch", inputs: CopiedInputs | Unknown) -> None:
+    def compare(self, watch: _RegionProof, inputs: CopiedInputs | Unknown) -> None:
         """Compare a region; a refusal is kept until all ranks are asked."""
         # The calls that go on, from the outside in; the nearest one around has a layer too, and is compared in the
         # place of this region when its own forward ends.
         around = next((each for each in reversed(self._calls) if each is not watch), None)
-        verdict: Unknown | str | None = None
-        if isinstance(inputs, Unknown):
-            verdict = inputs
-        else:
+        verdict: Unknown | str | None = inputs if isinstance(inputs, Unknown) else None
+        if isinstance(inputs, CopiedInputs):
             with self._working():
-                verdict = watch.comparison.verdict(watch.forward, inputs, is_outermost=around is None)
+                verdict = watch.verdict(inputs, is_outermost=around is None)
         if isinstance(verdict, str):
             self._refusals.append(verdict)
         elif verdict is not None and around is not None:
             around.state = "waiting"
         elif verdict is not None:
-            self.unproved[watch.comparison.region.name] = verdict.why
+            self.unproved[watch.region.name] = verdict.why
 
-    def explain(self, watch: "_RegionWatch", inputs: CopiedInputs, error: Exception) -> None:
+    def explain(self, watch: _RegionProof, inputs: CopiedInputs, error: Exception) -> None:
         """Raise ModelError for an error of a forward that the whole module does not raise."""
         with self._working():
-            text = watch.comparison.explanation(
-                watch.forward, inputs, f"{error}\n{note_on(self._model, error) or ''}".strip()
-            )
+            text = watch.explanation(inputs, f"{error}\n{note_on(self._model, error) or ''}".strip())
         if text:
             raise ModelError(text) from error
 
@@ -468,7 +487,7 @@ class Proof:
 
     def _judge(self, *, by_all: bool) -> None:
         refusals = self._refusals[:1]
-        if by_all and self._has_styles and not self._has_agreed:
+        if by_all and self.plan.styles and not self._has_agreed:
             self._has_agreed = True
             # The world, and not tp alone: data ranks and stages have other regions or none, and would go on to the
             # update and wait there. Once only: each region is proved once, and later steps shall not pay for an
@@ -488,7 +507,7 @@ class Proof:
     def _warn(self) -> None:
         new = {name: why for name, why in self.unproved.items() if name not in self._warned}
         self._warned |= new.keys()
-        if new and self._channel.rank == 0:
+        if new and self.channel.rank == 0:
             listed = "; ".join(f"{name or 'the model itself'!r}: {why}" for name, why in new.items())
             warnings.warn(
                 f"tensor.rules: not compared with the uncut module: {listed}; compare a whole run with `shardwise "
@@ -501,59 +520,3 @@ class Proof:
         # A mode that counts operations must not see those of a proof, which is made once.
         with attributes_set(self, {"is_at_work": True}), torch.no_grad(), without_dispatch_modes():
             yield
-
-
-class _RegionWatch(Layer):
-    """Around a region, or a module around one.
-
-    waiting --compared--> done --all agreed--> taken off
-    standby --a region inside hands the proof on--> waiting          standby --its call ends--> done
-    """
-
-    place = Place.PROOF
-
-    def __init__(self, proof: Proof, comparison: Comparison) -> None:
-        self.comparison = comparison
-        self.state: State = "waiting" if comparison.region.is_needed else "standby"
-        self._run = uncompiled(self._seen)
-        self._proof = proof
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(args, kwargs)
-
-    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        proof = self._proof
-        # Not inside of the proof's own runs, and not in a recomputation, which is an earlier call once more. At stage 3
-        # data ranks that skip this microbatch gather what this rank announces, and a proof gathers more than that.
-        is_passed = self.state == "done" or proof.is_at_work or in_backward() or proof.is_followed()
-        if is_passed or not _is_real(self.module, args, kwargs):
-            return self.forward(*args, **kwargs)
-        # Before the forward: it may write to what it is given.
-        inputs = _copied(args, kwargs)
-        with proof.calling(self):
-            try:
-                output = self.forward(*args, **kwargs)
-            except ShardwiseError:
-                raise
-            except Exception as error:
-                if isinstance(inputs, CopiedInputs):
-                    proof.explain(self, inputs, error)
-                raise
-            if self.state == "waiting":
-                proof.compare(self, inputs)
-            self.state = "done"
-        return output
-
-
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CopiedInputs | Unknown:
-    try:
-        return CopiedInputs.of(args, kwargs)
-    except Exception as error:
-        return Unknown(f"its inputs cannot be copied ({error})")
-
-
-def _is_real(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call computes values, rather than shapes."""
-    held = [each for inner in module.modules() for each in inner._parameters.values() if each is not None]
-    return not any(is_fake(each) for each in (*tensors_in((args, kwargs)), *held))

@@ -10,8 +10,7 @@ So everything outside of cuts has the bits of the whole model, and a fault shows
 behind it. The inside of a cut is computed for each rank by the forward that will train.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,24 +18,18 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shardwise.comm.accelerators import random_states
-from shardwise.engine.forward.aside import parameters_set
 from shardwise.engine.forward.inventory import named_places
-from shardwise.engine.forward.kept_objects import own_generators
-from shardwise.engine.forward.layers import Layer, Place, unwrap, wrap
+from shardwise.engine.forward.layers import Layer, Place, wrap
 from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.forward.packed_tensors import is_packed
-from shardwise.engine.forward.trial_runs import unchanged
-from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
+from shardwise.engine.forward.trial_runs import aside
+from shardwise.engine.tensor.isolated_runs import NoDropout, differ, factor_of
 from shardwise.engine.tensor.styles import STYLES, SharedInputs
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.torch_private import tree_leaves
 from shardwise.errors import in_words
 from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
-
-_ROUNDINGS, _ROUNDINGS_OF_HALVES = 64, 8
-"""Roundings of the largest element that a part may differ by: products of other sizes add in another order."""
 
 _SPREAD = 0.1
 """The scale of what is added to parameters that are one number throughout."""
@@ -56,48 +49,52 @@ def rehearse(model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: C
 
     It runs in evaluation mode, and in training mode without dropout unless it draws other random numbers there.
     """
-    with torch.no_grad(), unchanged(model), _distinct(model), NoDropout():
-        model.eval()
-        _rehearse(model, outline, plan, call, _hear(model, plan, call)[0])
-        model.train()
-        try:
-            heard, drew = _hear(model, plan, call)
-        except Exception:
-            # The whole model fails too: it cannot be trained on the sample, and its evaluation has been rehearsed.
-            return
-        # A model that draws other random numbers than dropout gives each run its own, and no part could be compared.
-        if not drew:
-            _rehearse(model, outline, plan, call, heard)
-
-
-def _rehearse(
-    model: nn.Module, outline: TensorOutline, plan: TensorPlan, call: Callable[[], Any], heard: "_Calls"
-) -> None:
-    for rank in range(plan.num_ranks):
-        with unchanged(model), _as_rank(model, outline, plan, rank, heard):
+    with aside(model), NoDropout():
+        _make_distinct(model)
+        for trains in (False, True):
+            model.train(trains)
             try:
-                call()
-            except RehearsalError:
+                heard, drew = _hear(model, plan, call)
+            except Exception:
+                # The whole model fails too: it cannot be trained on the sample, and its evaluation has been rehearsed.
+                if trains:
+                    return
                 raise
-            except Exception as error:
-                where = innermost_module(model, error.__traceback__)
-                raise RehearsalError(where[0] if where else "", in_words(error).splitlines()[0]) from error
+            # A model that draws other random numbers than dropout gives each run its own, and no part could be
+            # compared.
+            if trains and drew:
+                return
+            for rank in range(plan.num_ranks):
+                _run_as(model, outline, plan, rank, heard, call)
 
 
-@contextmanager
-def _distinct(model: nn.Module) -> Iterator[None]:
-    """Parameters that are zeros or ones throughout have other values meanwhile, the same on every rank."""
+def _run_as(
+    model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: int, heard: "_Calls", call: Callable[[], Any]
+) -> None:
+    """Run the model as one rank would."""
+    # Random numbers, too, begin where those of the whole model began.
+    with aside(model):
+        _become(model, outline, plan, rank, heard)
+        try:
+            call()
+        except RehearsalError:
+            raise
+        except Exception as error:
+            where = innermost_module(model, error.__traceback__)
+            raise RehearsalError(where[0] if where else "", in_words(error).splitlines()[0]) from error
+
+
+def _make_distinct(model: nn.Module) -> None:
+    """Give parameters that are zeros or ones throughout other values, the same on every rank."""
     # Weights of zeros make every output equal, cut or not; norms of ones hide that the wrong part of them is read.
     generator = torch.Generator().manual_seed(0)
     made: dict[int, nn.Parameter] = {}
-    with ExitStack() as stack:
-        for module, attribute, _, parameter in named_places(model):
-            if id(parameter) not in made and not is_packed(parameter) and _is_constant(parameter):
-                noise = torch.randn(parameter.shape, generator=generator) * _SPREAD
-                made[id(parameter)] = nn.Parameter(parameter + noise.to(parameter), requires_grad=False)
-            if id(parameter) in made:
-                stack.enter_context(parameters_set(module, {attribute: made[id(parameter)]}))
-        yield
+    for module, attribute, _, parameter in list(named_places(model)):
+        if id(parameter) not in made and not is_packed(parameter) and _is_constant(parameter):
+            noise = torch.randn(parameter.shape, generator=generator) * _SPREAD
+            made[id(parameter)] = nn.Parameter(parameter + noise.to(parameter), requires_grad=False)
+        if id(parameter) in made:
+            module._parameters[attribute] = made[id(parameter)]
 
 
 def _is_constant(parameter: torch.Tensor) -> bool:
@@ -115,18 +112,11 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
     heard: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
         name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)
     }
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    with unchanged(model):
-        # `unchanged` puts the random state back, so that every rank's run begins with the numbers of this one.
-        own = own_generators(model)
-        before = random_states(device, own)
-        try:
-            for name in heard:
-                wrap(model.get_submodule(name), _Listener(heard[name]))
-            call()
-        finally:
-            unwrap(model)
-        return heard, has_drawn(before, device, own)
+    with aside(model) as has_drawn:
+        for name in heard:
+            wrap(model.get_submodule(name), _Listener(heard[name]))
+        call()
+        return heard, has_drawn()
 
 
 def _ends(style: Style) -> bool:
@@ -173,10 +163,8 @@ class _Prompter(Layer):
         style = self._style
         # A row reads its part. Others that end a cut (tokens of a vocabulary, a column that gathers) read what is
         # whole.
-        if style.kind == "gathered" or (style.kind == "row" and not style.splits):
-            self._compare(_first(args, kwargs), given, style.ranges, "reads")
-        else:
-            self._compare(_first(args, kwargs), given, None, "reads")
+        reads_part = style.kind == "gathered" or (style.kind == "row" and not style.splits)
+        self._compare(_first(args, kwargs), given, style.ranges if reads_part else None, "reads")
         if style.gathers:
             # Gathered columns: the forward with this rank's portion gives its part of the output, which can be compared
             # here. A row gives a term of a sum, which is nowhere in the whole model.
@@ -191,17 +179,15 @@ class _Prompter(Layer):
                 f"what it {verb} has the shape {tuple(own.shape)} with the portions of rank {self._rank}, and "
                 f"{tuple(expected.shape)} is its part",
             )
-        if own.is_meta or not own.numel():
+        if own.is_meta:
             return
-        # nan where the whole has nan is right: masked attention of padded rows may give it.
-        same = (own == expected) | ((own != own) & (expected != expected))
+        # Products of other sizes add in another order. Whole numbers (tokens) do not round.
         if own.is_floating_point():
-            # Relative to the largest element: small ones may be what is left of large terms that cancel.
-            resolution = torch.finfo(own.dtype).eps
-            roundings = _ROUNDINGS if resolution < 1e-4 else _ROUNDINGS_OF_HALVES
-            largest = expected.nan_to_num(0, 0, 0).abs().max()
-            same |= (own - expected).abs() <= roundings * resolution * largest
-        if not bool(same.all()):
+            eps = torch.finfo(own.dtype).eps
+            is_part = differ([own], [expected]) <= factor_of(eps) * eps
+        else:
+            is_part = torch.equal(own, expected)
+        if not is_part:
             raise RehearsalError(
                 self._name, f"what it {verb} with the portions of rank {self._rank} is not its part of the whole"
             )
@@ -223,33 +209,23 @@ class _Offline:
         return taken(value, dim, ranges[self.rank])
 
 
-@contextmanager
-def _as_rank(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: int, heard: _Calls) -> Iterator[None]:
-    """The model has the portions of one rank meanwhile, and modules that end cuts are prompted."""
+def _become(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: int, heard: _Calls) -> None:
+    """Give the model the portions of one rank; modules that end cuts are prompted."""
+    for known in outline.modules:
+        module = model.get_submodule(known.name)
+        for attribute, name in known.parameters.items():
+            if (cut := plan.cuts.get(name)) is not None:
+                whole = module._parameters[attribute]
+                assert whole is not None
+                own = taken(whole.detach(), cut.dim, cut.ranges[rank])
+                module._parameters[attribute] = nn.Parameter(own, requires_grad=False)
     offline: Any = _Offline(rank, plan.num_ranks)
-    with ExitStack() as stack:
-        for known in outline.modules:
-            module = model.get_submodule(known.name)
-            held: dict[str, torch.Tensor | None] = {}
-            for attribute, name in known.parameters.items():
-                if (cut := plan.cuts.get(name)) is not None:
-                    whole = module._parameters[attribute]
-                    assert whole is not None
-                    own = taken(whole.detach(), cut.dim, cut.ranges[rank])
-                    held[attribute] = nn.Parameter(own, requires_grad=False)
-            if held:
-                stack.enter_context(parameters_set(module, held))
-        stack.callback(unwrap, model)
-        shared = SharedInputs()
-        for name, styles in plan.styles.items():
-            module = model.get_submodule(name)
-            for style in styles:
-                if style.gathers:
-                    # The style still does the rest (attributes with the number of outputs); the prompter around it
-                    # gathers.
-                    wrap(module, STYLES[style.kind](name, replace(style, gathers=False), offline, shared))
-                if _ends(style):
-                    wrap(module, _Prompter(name, style, rank, heard[name]))
-                else:
-                    wrap(module, STYLES[style.kind](name, style, offline, shared))
-        yield
+    shared = SharedInputs()
+    for name, styles in plan.styles.items():
+        module = model.get_submodule(name)
+        for style in styles:
+            # What gathers at its end is prompted, and does the rest itself (attributes with the number of outputs).
+            if style.gathers or not _ends(style):
+                wrap(module, STYLES[style.kind](name, replace(style, gathers=False), offline, shared))
+            if _ends(style):
+                wrap(module, _Prompter(name, style, rank, heard[name]))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.forward.trial_runs import unchanged
+from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.tensor.forward_recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError, in_words
@@ -255,7 +255,7 @@ def sample_for(model: nn.Module) -> dict[str, torch.Tensor] | None:
     for names in _candidates(model):
         batch = {name: each.to(device) for name, each in _made(model, names).items()}
         try:
-            with torch.no_grad(), unchanged(model):
+            with aside(model):
                 model.eval()(**batch)
         except Exception:
             # A model that wants other arguments raises what it likes; the next candidate has more of them.
