@@ -84,7 +84,7 @@ from shardwise.engine.step.loss_parameters import LossParameters
 from shardwise.engine.step.norm_parts import clipped_parts
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.rule_inference import TensorDecision
-from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.engine.tensor.styles import put_styles
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import (
     NO_CUTS,
@@ -370,7 +370,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     synchronise(model, channels.everyone, random)
     let_encoders_pad(model, plan)
     activations = KeptActivations(model, plan, inspected.activations, random, channel)
-    TensorParallel(model, decision.plan, channels.tensor)
+    put_styles(model, decision.plan, channels.tensor)
     cut = [spec.name for spec in held.specs if spec.portion is not None]
     summed = SummedGradients(held.parameters, cut=cut, summed=decision.plan.summed, named=decision.plan.named)
     host_gradients = None

@@ -11,7 +11,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.styles import TensorParallel
+from shardwise.engine.tensor.styles import put_styles
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
 from shardwise.plan.tensor_cuts import plan_tensor
@@ -45,7 +45,7 @@ def cut_head(channel: sw.Channel, rule: str = "column", dtype: torch.dtype = tor
     for name, portion in plan.portions(channel.rank).items():
         parameter = model.get_parameter(name)
         parameter.data = portion_of(parameter.detach(), portion).clone()
-    TensorParallel(model, plan, channel)
+    put_styles(model, plan, channel)
     return model
 
 

@@ -179,9 +179,9 @@ def unwrap(model: nn.Module) -> None:
 
 
 @contextmanager
-def unwrapped(model: nn.Module, *attributes: str) -> Iterator[None]:
-    """Inside, the modules have no layers. What they have under `attributes` may be taken off too, and comes back."""
-    keys = ("forward", COMPILED_CALL, *attributes)
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules have no layers."""
+    keys = ("forward", COMPILED_CALL)
     saved = [(vars(each), {key: vars(each)[key] for key in keys if key in vars(each)}) for each in model.modules()]
     unwrap(model)
     try:

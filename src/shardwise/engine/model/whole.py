@@ -38,7 +38,6 @@ from shardwise.engine.model.state_of_all import (
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
-from shardwise.engine.tensor.styles import HEAD_MARK, forget_heads
 from shardwise.engine.torch_private import HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
@@ -238,7 +237,7 @@ class _WholeModel:
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
         ]
-        self._without_layers = unwrapped(model, HEAD_MARK)
+        self._without_layers = unwrapped(model)
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> "_WholeModel":
@@ -248,7 +247,6 @@ class _WholeModel:
                 for number in [number for number, hook in hooks.items() if is_ours(hook)]:
                     del hooks[number]
         self._without_layers.__enter__()
-        forget_heads(self._model)
         for module, key, place, _ in self._parts:
             # Not register_parameter: recurrent modules keep lists of theirs.
             setattr(module, key, self.parameters[self._ties.get(place, place)])

@@ -16,6 +16,7 @@ which the whole value differs cannot be cut in what it meets. Where gradients go
 would send its own, and what meets it is whole.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.engine.torch_private import schema_of, storage_id
+from shardwise.engine.torch_private import schema_of, version_of
 
 WHOLE = 0
 """The atom of what every rank has."""
@@ -197,34 +198,22 @@ class TensorFlow:
         self._parameters = parameters
         self._followed = frozenset(followed)
         # By identity and weakly: tensors of a forward die, and Python gives their ids to others.
-        self._numbers: Any = WeakIdKeyDictionary()
+        self.numbers: Any = WeakIdKeyDictionary()
+        """The atoms of each tensor that is not whole on every rank."""
         self._alike: Any = WeakIdKeyDictionary()
+        """Of whole tensors: numbers that are alike along the dims along which they are; with the version."""
         self._levels: Any = WeakIdKeyDictionary()
 
     # What tensors have --------------------------------------------------------------------------------------------
 
-    def numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The atoms of a tensor; None where it is whole on every rank."""
-        found: torch.Tensor | None = self._numbers.get(tensor)
-        return found
-
-    def atoms_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The atoms of a tensor that has some."""
-        found: torch.Tensor = self._numbers[tensor]
-        return found
-
     def cut(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those that have atoms."""
-        return [each for each in tensors if each in self._numbers]
-
-    def set(self, tensor: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Give a tensor atoms."""
-        self._numbers[tensor] = numbers
+        return [each for each in tensors if each in self.numbers]
 
     def give(self, tensor: torch.Tensor, numbers: torch.Tensor | None) -> None:
         """Say what a followed module gives."""
         if numbers is not None:
-            self._numbers[tensor] = numbers
+            self.numbers[tensor] = numbers
         if tensor.is_floating_point():
             self._levels[tensor] = _OF_ACTIVATIONS
 
@@ -236,12 +225,26 @@ class TensorFlow:
         """Whether its gradient goes to what modules gave."""
         return bool(self._levels.get(tensor) == _OF_ACTIVATIONS)
 
+    def alike(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """Numbers that are alike along the dims along which a whole tensor is known to be."""
+        numbers, version = self._alike.get(whole, (None, 0))
+        if numbers is not None and version == version_of(whole):  # views count the writes to their base
+            found: torch.Tensor = numbers
+            return found
+        # A mask that is built as (1, 1, tokens, tokens) and expanded over heads is alike along the heads, whatever its
+        # values are. A tensor of full size is taken for different everywhere.
+        if whole.layout != torch.strided or all(whole.stride()):
+            return None
+        sizes = [size if stride else 1 for size, stride in zip(whole.shape, whole.stride(), strict=True)]
+        return torch.arange(math.prod(sizes)).view(sizes).expand(whole.shape)
+
+    def set_alike(self, whole: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Say along which dims a whole tensor is alike."""
+        self._alike[whole] = numbers, version_of(whole)
+
     def differs(self, whole: torch.Tensor, dim: int) -> bool:
         """Whether a whole value may differ along a dim."""
-        if whole.shape[dim] < 2:
-            return False
-        alike = self._alike.get(whole)
-        return alike is None or varies(alike, dim)
+        return whole.shape[dim] > 1 and ((alike := self.alike(whole)) is None or varies(alike, dim))
 
     # What ties ----------------------------------------------------------------------------------------------------
 
@@ -281,10 +284,10 @@ class TensorFlow:
         if module in self._followed:
             self.read_outside.add(module)
         # A single number scales all features alike, on every rank.
-        elif parameter not in self._numbers and 1 < parameter.numel() <= _LARGEST_BARE:
+        elif parameter not in self.numbers and 1 < parameter.numel() <= _LARGEST_BARE:
             assert isinstance(parameter, nn.Parameter)
             numbers = self.atoms.fresh(parameter.numel()).view(parameter.shape)
-            self._numbers[parameter] = numbers
+            self.numbers[parameter] = numbers
             self.bare[id(parameter)] = parameter, numbers
 
     def set_levels(self, operation: TracedOperation) -> None:
@@ -293,21 +296,3 @@ class TensorFlow:
         for each in operation.made:
             if operation.name != "detach" and level and each.is_floating_point():
                 self._levels[each] = level
-
-    # Whole values -------------------------------------------------------------------------------------------------
-
-    def alike(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """Numbers that are alike along the dims along which a whole tensor is known to be."""
-        found: torch.Tensor | None = self._alike.get(whole)
-        return found
-
-    def set_alike(self, whole: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Say along which dims a whole tensor is alike."""
-        self._alike[whole] = numbers
-
-    def forget_alike(self, written: Sequence[torch.Tensor]) -> None:
-        """Elements of these were written, and so those of what shares storage with them."""
-        # A view may be written to, and its base, or another view, read.
-        storages = {storage_id(each.untyped_storage()) for each in written}
-        for each in [each for each in self._alike if storage_id(each.untyped_storage()) in storages]:
-            del self._alike[each]

@@ -70,7 +70,7 @@ class _Root(Layer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.forward(*args, **kwargs)
         for each in _tensors_in(output):
-            if (numbers := self._flow.numbers(each)) is not None:
+            if (numbers := self._flow.numbers.get(each)) is not None:
                 self.given.append(numbers)
                 # A program reads what the model gives, and expects the whole. A head over a vocabulary is recognized by
                 # this, and gets the rule `vocab`, which gathers.
@@ -123,7 +123,7 @@ class _Followed(Layer):
         return output
 
     def _note(self, flow: TensorFlow, given: list[torch.Tensor], output: Any) -> None:
-        numbers = [each for each in map(flow.numbers, given) if each is not None]
+        numbers = [each for each in map(flow.numbers.get, given) if each is not None]
         if len(given) != 1 or not isinstance(output, torch.Tensor) or not self._is_plain(given[0], output):
             self.problem = "it is called with other things than one tensor"
             for each in numbers:
@@ -221,19 +221,12 @@ class Following(TorchDispatchMode):
 
 def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:
     """Keep what is known of dims along which a whole tensor is alike."""
-    name, given, made = operation.name, operation.given, operation.made
-    if operation.is_writing:
-        flow.forget_alike(made)
-    elif name in _CONSTANTS:
+    given, made = operation.given, operation.made
+    if operation.name in _CONSTANTS:
         for each in made:
             flow.set_alike(each, torch.zeros((), dtype=torch.int64).expand(each.shape))
-    # A mask that is built as (1, 1, tokens, tokens) and expanded over heads is alike along the heads, whatever its
-    # values are. A tensor of full size is taken for different everywhere.
-    elif name == "expand" and flow.alike(given[0]) is None:
-        distinct = torch.arange(given[0].numel()).view(given[0].shape)
-        flow.set_alike(made[0], distinct.expand(made[0].shape))
-    elif len(given) == 1 and (alike := flow.alike(given[0])) is not None:
-        for each, own in zip(made, moved(operation, alike) or (), strict=False):
+    elif len(given) == 1 and not operation.is_writing and (alike := flow.alike(given[0])) is not None:
+        for each, own in zip(made, moved(operation, alike), strict=False):
             flow.set_alike(each, own)
 
 

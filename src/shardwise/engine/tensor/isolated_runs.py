@@ -30,7 +30,6 @@ from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.forward.trial_runs import aside
-from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks
 
@@ -121,8 +120,6 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
     ):
         _prepare(module, parameters, way)
         if not way.is_cut:
-            # A model that computes its loss inside would take whole logits for a part of a cut head.
-            forget_heads(module)
             forward = strip(module, forward)
         output = forward(*given.args, **given.kwargs)
         tensors = [each.detach() for each in tensors_in(output)]

@@ -91,38 +91,35 @@ def follow(flow: TensorFlow, operation: TracedOperation) -> None:
 def refuse(flow: TensorFlow, tensors: Iterable[torch.Tensor], name: str) -> None:
     """All atoms that reach an operation that is not followed are whole."""
     for each in flow.cut(tensors):
-        flow.forbid(flow.atoms_of(each), f"'{name}', which is not followed,")
+        flow.forbid(flow.numbers[each], f"'{name}', which is not followed,")
 
 
-def moved(operation: TracedOperation, numbers: Numbers) -> Sequence[Numbers] | None:
-    """The numbers of the outputs of an operation that moves elements of one tensor; None for other operations."""
+def moved(operation: TracedOperation, numbers: Numbers) -> Sequence[Numbers]:
+    """The numbers of the outputs of an operation that moves elements of one tensor; nothing for other operations."""
     name = operation.name
     if name in _VIEWS:
-        shape = operation.output.shape
         # view(dtype) of another width has more or fewer elements than atoms.
         if operation.output.numel() != numbers.numel():
-            return None
-        answer = numbers.reshape(shape)
+            return ()
+        answer = numbers.reshape(operation.output.shape)
         # A reshape that had to copy has lost its strides of 0, and holds an atom for every token: made slim again.
         return [answer if answer.data_ptr() == numbers.data_ptr() else slim(answer)]
     if name in _MOVES:
-        answers = operation.func(numbers, *operation.args[1:], **operation.kwargs)
-        if name == "repeat":
-            return [slim(answers)]
-        return [answers] if isinstance(answers, torch.Tensor) else list(answers)
+        made: Any = operation.func(numbers, *operation.args[1:], **operation.kwargs)
+        return [slim(made) if name == "repeat" else made] if isinstance(made, torch.Tensor) else list(made)
     if name in _COPIES or torch.Tag.pointwise in operation.func.tags:
         return [numbers for each in operation.made if each.shape == numbers.shape]
-    return None
+    return ()
 
 
 def _move(flow: TensorFlow, operation: TracedOperation) -> None:
     (source,) = flow.cut(operation.given)
-    answers = moved(operation, flow.atoms_of(source))
-    if answers is None:
+    answers = moved(operation, flow.numbers[source])
+    if not answers:
         refuse(flow, [source], operation.name)
         return
     for each, numbers in zip(operation.made, answers, strict=True):
-        flow.set(each, numbers)
+        flow.numbers[each] = numbers
 
 
 # Element by element ---------------------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ def _meet_elementwise(flow: TensorFlow, operation: TracedOperation) -> None:
     name, made = operation.name, operation.made
     shape = made[0].shape
     leading = flow.cut(operation.given)
-    wholes = [each for each in operation.given if flow.numbers(each) is None]
+    wholes = [each for each in operation.given if flow.numbers.get(each) is None]
     # A parameter that is smaller than what it meets (the scale of a norm, the same for each head) would have to be on
     # every rank: cut, it would lack the numbers for other heads. Then the parameter is whole, and what it meets is
     # free.
@@ -140,28 +137,28 @@ def _meet_elementwise(flow: TensorFlow, operation: TracedOperation) -> None:
         for each in [each for each in leading if flow.is_parameter(each) and not _fits(flow, each, activations)]:
             leading = [other for other in leading if other is not each]
             wholes.append(each)
-            flow.forbid(flow.atoms_of(each), f"'{name}' with parts that it maps alike")
+            flow.forbid(flow.numbers[each], f"'{name}' with parts that it maps alike")
     # After the ties one of the tensors stands for all: their groups are the same.
-    numbers = flow.atoms_of(leading[0]).expand(shape)
+    numbers = flow.numbers[leading[0]].expand(shape)
     for each in leading[1:]:
-        other = flow.atoms_of(each).expand(shape)
+        other = flow.numbers[each].expand(shape)
         flow.atoms.tie(numbers, other)
         numbers = _finer(numbers, other)
     for each in wholes:
         flow.meet(name, each, numbers)
     # A rank would write its part into a tensor of the whole size.
-    if operation.is_writing and flow.numbers(operation.given[0]) is None:
+    if operation.is_writing and flow.numbers.get(operation.given[0]) is None:
         flow.forbid(numbers, f"'{name}' into a whole tensor")
         return
     for each in made:
         if each.shape == shape:
-            flow.set(each, numbers)
+            flow.numbers[each] = numbers
 
 
 def _fits(flow: TensorFlow, parameter: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     """Whether a parameter has separate elements for all differences in the values that it meets."""
     for each in others:
-        numbers = flow.atoms_of(each)
+        numbers = flow.numbers[each]
         for dim in range(1, numbers.dim() + 1):
             size = parameter.shape[-dim] if dim <= parameter.dim() else 1
             if size == 1 and varies(numbers, numbers.dim() - dim):
@@ -181,12 +178,12 @@ def _join(flow: TensorFlow, operation: TracedOperation) -> None:
     name, made = operation.name, operation.made[0]
     parts = [each for each in operation.args[0] if each.numel()]
     dim = operation.argument("dim") % made.dim()
-    model = flow.atoms_of(flow.cut(parts)[0])
+    model = flow.numbers[flow.cut(parts)[0]]
     joined = []
     for each in parts:
-        own = flow.numbers(each)
+        own = flow.numbers.get(each)
         joined.append(_beside(flow, name, each, model, dim) if own is None else own)
-    flow.set(made, slim(torch.cat(joined, dim) if name == "cat" else torch.stack(joined, dim)))
+    flow.numbers[made] = slim(torch.cat(joined, dim) if name == "cat" else torch.stack(joined, dim))
 
 
 def _beside(flow: TensorFlow, name: str, part: torch.Tensor, model: Numbers, dim: int) -> Numbers:
@@ -203,7 +200,7 @@ def _beside(flow: TensorFlow, name: str, part: torch.Tensor, model: Numbers, dim
 
 
 def _pad(flow: TensorFlow, operation: TracedOperation) -> None:
-    numbers = flow.atoms_of(operation.args[0])
+    numbers = flow.numbers[operation.args[0]]
     sizes: Sequence[int] = operation.args[1]
     for at in range(len(sizes) // 2):
         dim = numbers.dim() - 1 - at
@@ -211,14 +208,14 @@ def _pad(flow: TensorFlow, operation: TracedOperation) -> None:
         if sizes[2 * at] or sizes[2 * at + 1]:
             flow.along(numbers, dim, f"'{operation.name}'")
             numbers = numbers.narrow(dim, 0, 1)
-    flow.set(operation.made[0], numbers.expand(operation.made[0].shape))
+    flow.numbers[operation.made[0]] = numbers.expand(operation.made[0].shape)
 
 
 def _gate(flow: TensorFlow, operation: TracedOperation) -> None:
     # glu pairs the first half with the second: each pair is one group, and the halves are two parts of one map.
-    one, other = flow.atoms_of(operation.args[0]).chunk(2, operation.argument("dim"))
+    one, other = flow.numbers[operation.args[0]].chunk(2, operation.argument("dim"))
     flow.atoms.tie(one, other)
-    flow.set(operation.made[0], one)
+    flow.numbers[operation.made[0]] = one
 
 
 # Along a dim ----------------------------------------------------------------------------------------------------------
@@ -226,7 +223,7 @@ def _gate(flow: TensorFlow, operation: TracedOperation) -> None:
 
 def _mix(flow: TensorFlow, operation: TracedOperation) -> None:
     source = operation.args[0]
-    numbers = flow.atoms_of(source)
+    numbers = flow.numbers[source]
     given = operation.argument("dim", operation.argument("dims"))
     listed = [given] if isinstance(given, int) else list(given or range(source.dim()))
     dims = sorted({each % max(1, source.dim()) for each in listed}, reverse=True)
@@ -237,22 +234,22 @@ def _mix(flow: TensorFlow, operation: TracedOperation) -> None:
         if each.shape != source.shape:
             for dim in dims:
                 own = own.narrow(dim, 0, 1) if each.dim() == source.dim() else own.select(dim, 0)
-        flow.set(each, own.expand(each.shape))
+        flow.numbers[each] = own.expand(each.shape)
 
 
 def _normalize(flow: TensorFlow, operation: TracedOperation) -> None:
     for each in flow.cut(operation.given):
         if flow.is_parameter(each):
-            flow.forbid(flow.atoms_of(each), f"'{operation.name}'")
+            flow.forbid(flow.numbers[each], f"'{operation.name}'")
     source = operation.args[0]
-    numbers = flow.numbers(source)
+    numbers = flow.numbers.get(source)
     # A norm over heads mixes what is in a head only: its dims are tied, and the heads stay apart. Its weights are
     # whole, since every head reads all of them.
     if numbers is None or flow.is_parameter(source):
         return
     for dim in range(numbers.dim() - len(operation.args[1]), numbers.dim()):
         flow.along(numbers, dim, f"'{operation.name}'")
-    flow.set(operation.made[0], numbers)
+    flow.numbers[operation.made[0]] = numbers
 
 
 def _pick(flow: TensorFlow, operation: TracedOperation) -> None:
@@ -260,17 +257,17 @@ def _pick(flow: TensorFlow, operation: TracedOperation) -> None:
     name, source = operation.name, operation.args[0]
     positions = [each for each in tree_leaves((operation.args[1:], operation.kwargs)) if isinstance(each, torch.Tensor)]
     # Positions that depend on cut values differ by rank; those of a meta tensor are unknown.
-    if flow.numbers(source) is None or flow.cut(positions) or any(each.is_meta for each in positions):
+    if flow.numbers.get(source) is None or flow.cut(positions) or any(each.is_meta for each in positions):
         refuse(flow, operation.given, name)
         return
-    numbers = flow.atoms_of(source)
+    numbers = flow.numbers[source]
     if not flow.is_parameter(source):
         # x[:, [3]] is feature 3 of the whole, and on rank 1 it would be the third of its own. Slices are not tied: the
         # sizes in them may come from attributes that the rule `heads` changes, and a rehearsal shows whether they do.
         for dim in _picked_dims(operation, source):
             flow.along(numbers, dim, f"'{name}'")
     args, kwargs = tree_map(_on_cpu, (operation.args[1:], operation.kwargs))
-    flow.set(operation.made[0], slim(operation.func(numbers, *args, **kwargs)))
+    flow.numbers[operation.made[0]] = slim(operation.func(numbers, *args, **kwargs))
 
 
 def _picked_dims(operation: TracedOperation, source: torch.Tensor) -> list[int]:
@@ -288,10 +285,10 @@ def _picked_dims(operation: TracedOperation, source: torch.Tensor) -> list[int]:
 
 def _look_up(flow: TensorFlow, operation: TracedOperation) -> None:
     weight, tokens = operation.args[:2]
-    if flow.numbers(weight) is None or flow.numbers(tokens) is not None or tokens.is_meta:
+    if flow.numbers.get(weight) is None or flow.numbers.get(tokens) is not None or tokens.is_meta:
         refuse(flow, operation.given, operation.name)
         return
-    flow.set(operation.made[0], slim(flow.atoms_of(weight)[tokens.cpu()]))
+    flow.numbers[operation.made[0]] = slim(flow.numbers[weight][tokens.cpu()])
 
 
 def _on_cpu(value: Any) -> Any:
@@ -305,15 +302,15 @@ def _multiply(flow: TensorFlow, operation: TracedOperation) -> None:
     """Matrices, one pair or many: what is summed over is one group, and so are the row and the column that meet."""
     name, made = operation.name, operation.made[0]
     added = operation.args[0] if name in ("addmm", "baddbmm") else None
-    if added is not None and flow.numbers(added) is not None:
+    if added is not None and flow.numbers.get(added) is not None:
         refuse(flow, [added], name)
         added = None
     one, other = operation.args[:2] if name in ("mm", "bmm") else operation.args[1:3]
-    left, right = flow.numbers(one), flow.numbers(other)
+    left, right = flow.numbers.get(one), flow.numbers.get(other)
     for numbers, whole, dim in ((left, other, one.dim() - 1), (right, one, one.dim() - 2)):
         if numbers is not None:
             flow.along(numbers, dim, f"'{name}'", is_product=True)
-            if flow.numbers(whole) is None:
+            if flow.numbers.get(whole) is None:
                 # The inner dim is tied just above, and the free dim of the whole matrix meets nothing that is cut.
                 # A batch of matrices (heads, say) meets the other batch.
                 flow.meet(name, whole, numbers, dims=[-3] if whole.dim() == 3 else [])
@@ -328,7 +325,7 @@ def _multiply(flow: TensorFlow, operation: TracedOperation) -> None:
     if numbers is not None:
         if added is not None:
             flow.meet(name, added, numbers)
-        flow.set(made, numbers)
+        flow.numbers[made] = numbers
 
 
 def _attend(flow: TensorFlow, operation: TracedOperation) -> None:
@@ -342,7 +339,7 @@ def _attend(flow: TensorFlow, operation: TracedOperation) -> None:
         return
     heads = []
     for each in tensors:
-        numbers = flow.atoms_of(each)
+        numbers = flow.numbers[each]
         for dim in range(2, numbers.dim()):
             flow.along(numbers, dim, f"'{name}'", is_product=True)
         own = numbers[:, :, 0, 0]
@@ -354,11 +351,11 @@ def _attend(flow: TensorFlow, operation: TracedOperation) -> None:
     for each in operation.given:
         if not any(each is other for other in tensors):
             shape = torch.broadcast_shapes(each.shape, numbers.shape)
-            if (mask := flow.numbers(each)) is not None:
+            if (mask := flow.numbers.get(each)) is not None:
                 flow.atoms.tie(numbers.expand(shape), mask.expand(shape))
             else:
                 flow.meet(name, each, numbers.expand(shape))
-    flow.set(operation.made[0], numbers.expand(operation.made[0].shape))
+    flow.numbers[operation.made[0]] = numbers.expand(operation.made[0].shape)
 
 
 _FOLLOWED: Mapping[str, Callable[[TensorFlow, TracedOperation], None]] = {

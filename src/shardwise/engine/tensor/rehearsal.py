@@ -24,7 +24,7 @@ from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.tensor.isolated_runs import NoDropout, differ, factor_of
-from shardwise.engine.tensor.styles import STYLES, SharedInputs
+from shardwise.engine.tensor.styles import SharedInputs, Styled
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.torch_private import tree_leaves
 from shardwise.errors import in_words
@@ -226,6 +226,6 @@ def _become(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: in
         for style in styles:
             # What gathers at its end is prompted, and does the rest itself (attributes with the number of outputs).
             if style.gathers or not _ends(style):
-                wrap(module, STYLES[style.kind](name, replace(style, gathers=False), offline, shared))
+                wrap(module, Styled(name, replace(style, gathers=False), offline, shared))
             if _ends(style):
                 wrap(module, _Prompter(name, style, rank, heard[name]))

@@ -1,6 +1,6 @@
 """What is done around the forward of a module, by the style that the plan gives it.
 
-`TensorParallel` puts one `Styled` layer per style around a module's forward. The module itself is not changed. It
+`put_styles` puts one `Styled` layer per style around a module's forward. The module itself is not changed. It
 runs its own code with this rank's portions, on inputs from the wrapper, and the wrapper completes the output. Errors
 that come out of a cut module get a note with its rule and its shapes (`module_noted`).
 
@@ -18,7 +18,6 @@ other masks the replicas of activations and parameters would drift apart, and no
 """
 
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -32,7 +31,6 @@ from typing_extensions import override
 from shardwise.comm import Channel
 from shardwise.engine.forward.aside import attributes_set, parameters_set
 from shardwise.engine.forward.layers import (
-    Forward,
     Layer,
     Place,
     in_backward,
@@ -43,7 +41,7 @@ from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
 from shardwise.engine.torch_private import assert_on_device, at_end_of_backward, tree_leaves, version_of
 from shardwise.errors import ModelError, ShardwiseError
-from shardwise.plan.tensor_plan import Style, TensorPlan
+from shardwise.plan.tensor_plan import Ranges, Style, StyleKind, TensorPlan
 from shardwise.space import even_cuts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -108,37 +106,35 @@ class Styled(Layer):
         self.shared = shared
         self._held: _Held | None = None
         """What the module itself holds, while it holds something else for a backward."""
-        self._give_in_backward = uncompiled(self._given_in_backward)
+        self._hold_in_backward = uncompiled(self._held_in_backward)
+        self._run = _RUN[style.kind]
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._held is None:
-            return self._compute(self.module, self.forward, args, kwargs)
+            return self._run(self, args, kwargs)
         # A recomputation that goes through this layer finds the module with what a backward gave it. It starts from
         # the module's own: else heads, say, would be divided by the ranks twice.
         with _holding(self.module, self._held):
-            return self._compute(self.module, self.forward, args, kwargs)
+            return self._run(self, args, kwargs)
 
-    @abstractmethod
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, of a module that holds its own attributes and parameters."""
-
-    def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
-        """`run()` while the module holds something else, which it holds again in the backward of the answer.
+    def run_with(self, held: "_Held", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward while the module holds something else, which it holds again in the backward of the answer.
 
         An activation checkpoint inside the module runs a part of its forward again in backward, without this layer:
 
             forward    [ num_heads = 4 ............ ] num_heads = 6
             backward   ... [ num_heads = 4: recomputed part of forward, its backward ] num_heads = 6
         """
-        with _holding(module, held):
-            answer = run()
+        with _holding(self.module, held):
+            answer = self.forward(*args, **kwargs)
         if torch.is_grad_enabled() and any(held):
-            self._give_in_backward(module, held, answer)
+            self._hold_in_backward(held, answer)
         return answer
 
-    def _given_in_backward(self, module: nn.Module, held: "_Held", answer: Any) -> None:
+    def _held_in_backward(self, held: "_Held", answer: Any) -> None:
         """The module holds it from where backward reaches the answer, up to the end of that backward."""
+        module = self.module
 
         def begin(_: torch.Tensor) -> None:
             # Several outputs, and several calls in one backward, all hook this: the first one changes the module.
@@ -180,7 +176,7 @@ class Styled(Layer):
             f"tensor has the shape {tuple(value.shape)}; name a dim{last}"
         )
 
-    def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[tuple[tuple[int, int], ...]]:
+    def positions(self, size: int, dim: int, *, is_part: bool = False) -> Sequence[Ranges]:
         """The positions of each rank along `dim`, of `size` in all; `is_part`: this rank alone has `size`."""
         count = self.collectives.num_ranks
         # A rank that goes on with a part sees its own size only, and takes the whole for `size * count` when it
@@ -192,50 +188,11 @@ class Styled(Layer):
             )
         return [(each,) for each in even_cuts(size * count if is_part else size, count)]
 
-
-class ColumnStyle(Styled):
-    """A whole input, outputs of this rank."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        style, collectives = self.style, self.collectives
-        dim = style.gather
-        if dim is None:
-            args, kwargs = on_input(
-                args, kwargs, lambda x: self.shared.made(x, "copy_to_ranks", collectives.copy_to_ranks)
-            )
-        else:
-            args, kwargs = on_input(
-                args, kwargs, lambda x: self.shared.made(x, ("gather_to_ranks", dim), self._gather(dim))
-            )
-        # Attributes of a module that counts its outputs itself (Conv1D of transformers has `nf`): this rank's count.
-        sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[collectives.rank]))
-        output = self.run_with(module, (sizes, {}), lambda: forward(*args, **kwargs))
-        if style.gathers:
-            return self.on_output(output, lambda y: collectives.all_gather(y, y.dim() - 1, style.ranges))
-        return output
-
-    def _gather(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gathering(self, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Puts the positions of all ranks together."""
         return lambda x: self.collectives.gather_to_ranks(
             x, dim, self.positions(self.size_along(x, dim), dim, is_part=True)
         )
-
-
-class RowStyle(Styled):
-    """Inputs of this rank, outputs summed; the bias is added once, after the sum."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        style, collectives = self.style, self.collectives
-        if style.splits:
-            args, kwargs = on_input(args, kwargs, lambda x: collectives.scatter(x, x.dim() - 1, style.ranges))
-        bias = module._parameters.get("bias")
-        # Each rank would add the bias to its term, and the sum would have it once per rank. So the forward runs without
-        # it. torch's own takes None; a forward of another class may not, and adds zeros.
-        absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
-        held: _Held = ({}, {} if bias is None else {"bias": absent})
-        output = self.run_with(module, held, lambda: forward(*args, **kwargs))
-        output = self.on_output(output, self.summed)
-        # Under autocast the output is in half precision, as it would be with the bias inside of the product.
-        return output if bias is None else output + bias.to(output.dtype)
 
     def summed(self, output: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, or this rank's positions of it."""
@@ -245,181 +202,197 @@ class RowStyle(Styled):
         return self.collectives.reduce_scatter(output, dim, self.positions(self.size_along(output, dim), dim))
 
 
-class Vocabulary(RowStyle):
+def _column(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A whole input, outputs of this rank."""
+    style, collectives = styled.style, styled.collectives
+    dim = style.gather
+    if dim is None:
+        args, kwargs = on_input(
+            args, kwargs, lambda x: styled.shared.made(x, "copy_to_ranks", collectives.copy_to_ranks)
+        )
+    else:
+        args, kwargs = on_input(
+            args, kwargs, lambda x: styled.shared.made(x, ("gather_to_ranks", dim), styled.gathering(dim))
+        )
+    # Attributes of a module that counts its outputs itself (Conv1D of transformers has `nf`): this rank's count.
+    sizes = dict.fromkeys(style.attributes, sum(b - a for a, b in style.ranges[collectives.rank]))
+    output = styled.run_with((sizes, {}), args, kwargs)
+    if style.gathers:
+        return styled.on_output(output, lambda y: collectives.all_gather(y, y.dim() - 1, style.ranges))
+    return output
+
+
+def _row(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inputs of this rank, outputs summed; the bias is added once, after the sum."""
+    style, module = styled.style, styled.module
+    if style.splits:
+        args, kwargs = on_input(args, kwargs, lambda x: styled.collectives.scatter(x, x.dim() - 1, style.ranges))
+    bias = module._parameters.get("bias")
+    # Each rank would add the bias to its term, and the sum would have it once per rank. So the forward runs without
+    # it. torch's own takes None; a forward of another class may not, and adds zeros.
+    absent = None if bias is None or type(module).forward is nn.Linear.forward else torch.zeros_like(bias)
+    output = styled.run_with(({}, {} if bias is None else {"bias": absent}), args, kwargs)
+    output = styled.on_output(output, styled.summed)
+    # Under autocast the output is in half precision, as it would be with the bias inside of the product.
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+def _vocab(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An embedding whose rows are cut: each rank looks up its own tokens, gives zeros for others, and the sum has all.
 
     11 tokens, rank 1 has 6:11       tokens    3   7  10         looked up here   0   1   4   (row 0 stands in)
                                      foreign   x   -   -         given            0  r7  r10  + rank 0: r3  0  0
     """
+    ranges = styled.style.ranges
+    ((start, stop),) = ranges[styled.collectives.rank]
+    foreign: list[torch.Tensor] = []
 
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ((start, stop),) = self.style.ranges[self.collectives.rank]
-        foreign: list[torch.Tensor] = []
+    def own(tokens: torch.Tensor) -> torch.Tensor:
+        # As the embedding itself would: a token that no rank has is an error, not zeros.
+        if found := span_outside(tokens, size := ranges[-1][-1][1]):
+            raise IndexError(f"{styled.name!r} was given tokens from {found[0]} to {found[1]}; it has {size}")
+        foreign.append((tokens < start) | (tokens >= stop))
+        return (tokens - start).masked_fill(foreign[0], 0)
 
-        def own(tokens: torch.Tensor) -> torch.Tensor:
-            self._check(tokens)
-            foreign.append((tokens < start) | (tokens >= stop))
-            return (tokens - start).masked_fill(foreign[0], 0)
-
-        args, kwargs = on_input(args, kwargs, own)
-        # torch gives the row at padding_idx no gradient. The row has another number on the rank that holds it, and on
-        # the others a row of their own, which must be trained, would have that number.
-        padding = getattr(module, "padding_idx", None)
-        local = padding - start if padding is not None and start <= padding < stop else None
-        held: _Held = ({} if padding is None else {"padding_idx": local}, {})
-        output = self.run_with(module, held, lambda: forward(*args, **kwargs))
-        # Adding zeros rounds nothing: the sum has the bits of the row. The mask also stops the gradient that tokens of
-        # others would give to row 0.
-        return self.on_output(output, lambda y: self.summed(y.masked_fill(foreign[0].unsqueeze(-1), 0)))
-
-    def _check(self, tokens: torch.Tensor) -> None:
-        """As the embedding itself would: a token that no rank has is an error, not zeros."""
-        size = self.style.ranges[-1][-1][1]
-        if found := span_outside(tokens, size):
-            raise IndexError(f"{self.name!r} was given tokens from {found[0]} to {found[1]}; it has {size}")
+    args, kwargs = on_input(args, kwargs, own)
+    # torch gives the row at padding_idx no gradient. The row has another number on the rank that holds it, and on
+    # the others a row of their own, which must be trained, would have that number.
+    padding = getattr(styled.module, "padding_idx", None)
+    local = padding - start if padding is not None and start <= padding < stop else None
+    output = styled.run_with(({} if padding is None else {"padding_idx": local}, {}), args, kwargs)
+    # Adding zeros rounds nothing: the sum has the bits of the row. The mask also stops the gradient that tokens of
+    # others would give to row 0.
+    return styled.on_output(output, lambda y: styled.summed(y.masked_fill(foreign[0].unsqueeze(-1), 0)))
 
 
-class Channels(Styled):
+def _channels(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An embedding whose columns are cut, and may be gathered."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = forward(*args, **kwargs)
-        if not self.style.gathers:
-            return output
-        return self.on_output(output, lambda y: self.collectives.all_gather(y, y.dim() - 1, self.style.ranges))
+    output, style = styled.forward(*args, **kwargs), styled.style
+    if not style.gathers:
+        return output
+    return styled.on_output(output, lambda y: styled.collectives.all_gather(y, y.dim() - 1, style.ranges))
 
 
-class Sum(Styled):
+def _sum(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any module that computes a term of a sum from bare parameters: experts, each cut over all ranks."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        copy = self.collectives.copy_to_ranks
-        # All tensors, not only the first: the weights of the router reach every rank's term, too.
-        args = tuple(copy(each) if isinstance(each, torch.Tensor) else each for each in args)
-        kwargs = {key: copy(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
-        output = forward(*args, **kwargs)
-        return None if output is None else self.on_output(output, self.collectives.all_reduce)
+    copy = styled.collectives.copy_to_ranks
+    # All tensors, not only the first: the weights of the router reach every rank's term, too.
+    args = tuple(copy(each) if isinstance(each, torch.Tensor) else each for each in args)
+    kwargs = {key: copy(each) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()}
+    output = styled.forward(*args, **kwargs)
+    return None if output is None else styled.on_output(output, styled.collectives.all_reduce)
 
 
-class Uncut(Styled):
-    """A module that is whole on every rank, amid others that are cut: `taken` and `gathered` of `Style`.
+def _taken(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module that is whole on every rank before others that are cut.
 
     All ranks compute the same with it, so its gradients are complete on each, without a sum.
     """
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ranges = self.style.ranges
-        if self.style.kind == "taken":
-            return self.on_output(forward(*args, **kwargs), lambda y: self.collectives.scatter(y, y.dim() - 1, ranges))
-        args, kwargs = on_input(args, kwargs, lambda x: self.collectives.all_gather(x, x.dim() - 1, ranges))
-        return forward(*args, **kwargs)
+    ranges = styled.style.ranges
+    output = styled.forward(*args, **kwargs)
+    return styled.on_output(output, lambda y: styled.collectives.scatter(y, y.dim() - 1, ranges))
 
 
-class Once(Styled):
+def _gathered(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same, behind others that are cut."""
+    ranges = styled.style.ranges
+    args, kwargs = on_input(args, kwargs, lambda x: styled.collectives.all_gather(x, x.dim() - 1, ranges))
+    return styled.forward(*args, **kwargs)
+
+
+def _once(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module that all ranks compute alike, and that counts once in the sum around it."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.on_output(forward(*args, **kwargs), self.collectives.on_first_rank)
+    return styled.on_output(styled.forward(*args, **kwargs), styled.collectives.on_first_rank)
 
 
-class Hide(Styled):
+def _hide(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Single parameters that count once in the sum: zeros on all ranks but the first."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen: dict[str, torch.Tensor | None] = {}
-        for attribute in self.style.attributes:
-            parameter = module._parameters[attribute]
-            assert parameter is not None
-            # Its gradient is zeros there too. The parameter counts as summed along tp, so that all ranks get the
-            # gradient of the first one, once.
-            seen[attribute] = self.collectives.on_first_rank(parameter)
-        return self.run_with(module, ({}, seen), lambda: forward(*args, **kwargs))
+    # Their gradients are zeros there too. The parameters count as summed along tp, so that all ranks get the gradients
+    # of the first one, once.
+    held: Mapping[str, Any] = styled.module._parameters
+    seen = {key: styled.collectives.on_first_rank(held[key]) for key in styled.style.attributes}
+    return styled.run_with(({}, seen), args, kwargs)
 
 
-class Tail(Styled):
+def _tail(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module that is whole on all ranks, and whose last outputs the heads of each rank read directly.
 
     Keys of multi-head latent attention: 5 compressed features go to a norm and a column, which has its own
     `copy_to_ranks`. All heads read the 2 last ones as they are, so only those 2 have their gradient summed here.
     """
+    size = styled.style.size
 
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.on_output(forward(*args, **kwargs), self._copy_last)
-
-    def _copy_last(self, output: torch.Tensor) -> torch.Tensor:
-        size = self.style.size
+    def copy_last(output: torch.Tensor) -> torch.Tensor:
         if size >= output.shape[-1]:
             raise ModelError(
-                f"{self.name!r}: its rule shares the last {size} outputs, but it has {output.shape[-1]}; give the "
+                f"{styled.name!r}: its rule shares the last {size} outputs, but it has {output.shape[-1]}; give the "
                 "number of outputs that every head reads: 'mla_kv_a_proj(size=...)'"
             )
-        return self.collectives.copy_last_to_ranks(output, size)
+        return styled.collectives.copy_last_to_ranks(output, size)
+
+    return styled.on_output(styled.forward(*args, **kwargs), copy_last)
 
 
-class Positions(Styled):
+def _sequence(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module that treats each position alike: each rank computes its positions, which are gathered again."""
+    dim = styled.style.dim
+    found: list[Sequence[Ranges]] = []
 
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dim = self.style.dim
-        found: list[Sequence[tuple[tuple[int, int], ...]]] = []
+    def own(value: torch.Tensor) -> torch.Tensor:
+        found.append(styled.positions(styled.size_along(value, dim, has_features=False), dim))
+        return styled.collectives.scatter(value, dim, found[0])
 
-        def own(value: torch.Tensor) -> torch.Tensor:
-            found.append(self.positions(self.size_along(value, dim, has_features=False), dim))
-            return self.collectives.scatter(value, dim, found[0])
-
-        args, kwargs = on_input(args, kwargs, own)
-        output = forward(*args, **kwargs)
-        return self.on_output(output, lambda y: self.collectives.all_gather(y, dim, found[0]))
+    args, kwargs = on_input(args, kwargs, own)
+    output = styled.forward(*args, **kwargs)
+    return styled.on_output(output, lambda y: styled.collectives.all_gather(y, dim, found[0]))
 
 
-class SplitStyle(Styled):
+def _split(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module and what follows it work on this rank's positions."""
+    dim = styled.style.dim
+    taken: list[torch.Tensor] = []
 
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dim = self.style.dim
-        taken: list[torch.Tensor] = []
+    def own(value: torch.Tensor) -> torch.Tensor:
+        taken.append(value)
+        return styled.collectives.scatter(
+            value, dim, styled.positions(styled.size_along(value, dim, has_features=False), dim)
+        )
 
-        def own(value: torch.Tensor) -> torch.Tensor:
-            size = self.size_along(value, dim, has_features=False)
-            taken.append(value)
-            return self.collectives.scatter(value, dim, self.positions(size, dim))
-
-        args, kwargs = on_input(args, kwargs, own)
-        output = forward(*args, **kwargs)
-        if isinstance(output, torch.Tensor) and not any(value.requires_grad for value in taken):
-            # Nothing before needs a gradient (token numbers), so autograd recorded no `scatter`. The mark says to
-            # `summed_gradients` that what follows is this rank's part.
-            return self.collectives.own_part(output)
-        return output
+    args, kwargs = on_input(args, kwargs, own)
+    output = styled.forward(*args, **kwargs)
+    if isinstance(output, torch.Tensor) and not any(value.requires_grad for value in taken):
+        # Nothing before needs a gradient (token numbers), so autograd recorded no `scatter`. The mark says to
+        # `summed_gradients` that what follows is this rank's part.
+        return styled.collectives.own_part(output)
+    return output
 
 
-class Heads(Styled):
+def _heads(styled: Styled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module that works with heads and counts them itself: it has as many as this rank."""
-
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        style = self.style
-        ((start, stop),) = style.ranges[self.collectives.rank]
-        # Every attribute is a multiple of the number of groups (the planner refuses others): 6 heads in 3 groups, of
-        # which this rank has 2, are 6 * 2 // 3 = 4. A forward whose view has -1 for the heads needs no such rule.
-        own = {name: getattr(module, name) * (stop - start) // style.size for name in style.attributes}
-        return self.run_with(module, (own, {}), lambda: forward(*args, **kwargs))
+    style = styled.style
+    ((start, stop),) = style.ranges[styled.collectives.rank]
+    # Every attribute is a multiple of the number of groups (the planner refuses others): 6 heads in 3 groups, of
+    # which this rank has 2, are 6 * 2 // 3 = 4. A forward whose view has -1 for the heads needs no such rule.
+    own = {name: getattr(styled.module, name) * (stop - start) // style.size for name in style.attributes}
+    return styled.run_with((own, {}), args, kwargs)
 
 
-STYLES: Mapping[str, type[Styled]] = {
-    "column": ColumnStyle,
-    "row": RowStyle,
-    "vocab": Vocabulary,
-    "channels": Channels,
-    "sum": Sum,
-    "once": Once,
-    "hide": Hide,
-    "tail": Tail,
-    "sequence": Positions,
-    "split": SplitStyle,
-    "heads": Heads,
-    "taken": Uncut,
-    "gathered": Uncut,
+_RUN: Mapping[StyleKind, Callable[[Styled, tuple[Any, ...], dict[str, Any]], Any]] = {
+    "column": _column,
+    "row": _row,
+    "vocab": _vocab,
+    "channels": _channels,
+    "sum": _sum,
+    "once": _once,
+    "hide": _hide,
+    "tail": _tail,
+    "sequence": _sequence,
+    "split": _split,
+    "heads": _heads,
+    "taken": _taken,
+    "gathered": _gathered,
 }
+"""Runs a module under a style, while it holds its own attributes and parameters."""
 
 
 def on_input(
@@ -455,45 +428,22 @@ def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
         yield
 
 
-class TensorParallel:
-    """Puts the styles of a plan around the modules of a model, whose parameters are this rank's portions."""
-
-    def __init__(self, model: nn.Module, plan: TensorPlan, channel: Channel) -> None:
-        forget_heads(model)
-        # One for the whole model: the readers of a value run one after the other, whatever module they are in.
-        shared = SharedInputs()
-        for name, styles in plan.styles.items():
-            module = model.get_submodule(name)
-            collectives = TpCollectives(channel, f"tensor parallelism of {name or 'the model'}", module=name)
-            # From the inside out: `wrap` puts each around the styles before it.
-            for style in styles:
-                styled = STYLES[style.kind](name, style, collectives, shared)
-                wrap(module, styled)
-                # Kept in `vars` of the module, where a loss that is made for it looks: the loss may be made before or
-                # after the plan is put on the model.
-                if isinstance(styled, ColumnStyle) and not style.gathers:
-                    know_head(module, styled)
+def put_styles(model: nn.Module, plan: TensorPlan, channel: Channel) -> None:
+    """Put the styles of a plan around the modules of a model, whose parameters are this rank's portions."""
+    # One for the whole model: the readers of a value run one after the other, whatever module they are in.
+    shared = SharedInputs()
+    for name, styles in plan.styles.items():
+        module = model.get_submodule(name)
+        collectives = TpCollectives(channel, f"tensor parallelism of {name or 'the model'}", module=name)
+        # From the inside out: `wrap` puts each around the styles before it.
+        for style in styles:
+            wrap(module, Styled(name, style, collectives, shared))
 
 
-HEAD_MARK = "_shardwise_vocabulary"
-"""The attribute of modules that leave their outputs cut."""
-
-
-def know_head(module: nn.Module, styled: ColumnStyle) -> None:
-    """Mark a module that leaves each rank its own outputs, for a loss over them."""
-    vars(module)[HEAD_MARK] = styled
-
-
-def forget_heads(model: nn.Module) -> None:
-    """No module leaves its outputs cut any more."""
-    for module in model.modules():
-        vars(module).pop(HEAD_MARK, None)
-
-
-def style_of_head(module: nn.Module) -> ColumnStyle | None:
+def style_of_head(module: nn.Module) -> Styled | None:
     """How the outputs of a head are cut; None for a module that gives all of them."""
-    styled: ColumnStyle | None = vars(module).get(HEAD_MARK)
-    return styled
+    found = (each for each in layers_of(module) if isinstance(each, Styled))
+    return next((each for each in found if each.style.kind == "column" and not each.style.gathers), None)
 
 
 @contextmanager

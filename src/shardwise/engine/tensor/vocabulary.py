@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from shardwise.engine.tensor.styles import ColumnStyle, span_outside, style_of_head
+from shardwise.engine.tensor.styles import Styled, span_outside, style_of_head
 from shardwise.engine.tensor.tp_collectives import TpCollectives, widened
 from shardwise.engine.torch_private import backward_class
 from shardwise.errors import ModelError, PlanError
@@ -93,7 +93,7 @@ class VocabularyCrossEntropy:
             return losses.sum()
         return losses.sum() / (targets != self._ignore_index).sum()
 
-    def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: ColumnStyle) -> torch.Tensor:
+    def _of_parts(self, rows: torch.Tensor, targets: torch.Tensor, styled: Styled) -> torch.Tensor:
         ranges = styled.style.ranges
         own = ranges[styled.collectives.rank]
         if len(own) > 1:
