@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, is_plain, transform
 from shardwise.engine.activations.kept_outputs import outputs_kept
-from shardwise.engine.activations.written_buffers import WrittenBuffers
+from shardwise.engine.activations.written_buffers import KeptBuffers, WrittenBuffers
 from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.forward.kept_objects import held_tensors, own_generators
 from shardwise.engine.forward.layers import Forward, OfEngine, Place
@@ -90,7 +90,7 @@ class Recomputed(OfEngine):
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
         seeing, meeting = seeing_modes(), meeting_dtypes()
-        kept = self._buffers.kept()
+        kept = KeptBuffers(self._buffers)
         # Not by closure: what is kept for the second run must not hold the arguments of the first.
         first = [(args, kwargs)]
         del args, kwargs

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from shardwise.engine.forward.aside import items_set
 from shardwise.engine.forward.writes import SeenTensor, holds_same, is_small
@@ -26,32 +25,17 @@ class WrittenBuffers:
                     places.setdefault(id(buffer), []).append((each, key))
         self.places = list(places.values())
         """Of each buffer, wherever it is held."""
-        self._written: Set[int] | None = None
-        """None: no forward was seen yet, and any buffer may be written to."""
-
-    def kept(self) -> "KeptBuffers":
-        """Called before a forward."""
-        return KeptBuffers(self) if self.places else _NOTHING
-
-    def may_be_written(self, at: int) -> bool:
-        """Whether a copy is needed before a forward."""
-        # A small one may be written without a count, and a copy costs less than to find out.
-        buffer = self.buffer(at)
-        is_likely = self._written is None or self.is_known(at) or self.is_statistic(at)
-        return is_likely or (buffer is not None and is_small(buffer))
-
-    def is_statistic(self, at: int) -> bool:
-        """Whether torch writes to it in this forward, which leaves no trace in `_version`."""
-        return any(isinstance(module, NormWithStatistics) and module.training for module, _ in self.places[at])
+        self.written: frozenset[int] | None = None
+        """By forwards so far. None: no forward was seen yet, and any buffer may be written to."""
 
     def buffer(self, at: int) -> torch.Tensor | None:
         """As it is now."""
         module, key = self.places[at][0]
         return module._buffers.get(key)
 
-    def is_known(self, at: int) -> bool:
-        """Whether an earlier forward wrote to it."""
-        return self._written is not None and at in self._written
+    def is_statistic(self, at: int) -> bool:
+        """Whether torch writes to it in this forward, which leaves no trace in `_version`."""
+        return any(isinstance(module, NormWithStatistics) and module.training for module, _ in self.places[at])
 
     def learn(self, written: Set[int], kept: Set[int]) -> None:
         """Raise ModelError for what a forward wrote to and earlier ones did not."""
@@ -62,20 +46,25 @@ class WrittenBuffers:
                 "first one did not. It cannot run again in backward as it ran. Leave the module out of "
                 "activations.checkpoint"
             )
-        self._written = written | (self._written or frozenset())
+        self.written = frozenset(written) | (self.written or frozenset())
 
 
 class KeptBuffers:
-    """What a forward found in the buffers that it wrote to."""
+    """What a forward finds in the buffers that it may write to."""
 
     def __init__(self, buffers: WrittenBuffers) -> None:
+        """Called before the forward."""
         self._buffers = buffers
         now = [buffers.buffer(at) for at in range(len(buffers.places))]
         with DisableTorchFunction():  # under pp a mode answers for buffers of stages, and notes calls
+            # A small one may be written without a count, and a copy costs less than to find out.
             self._copies = {
                 at: None if each is None else each.detach().clone()
                 for at, each in enumerate(now)
-                if buffers.may_be_written(at)
+                if buffers.written is None
+                or at in buffers.written
+                or buffers.is_statistic(at)
+                or (each is not None and is_small(each))
             }
             # Of what has no copy, and of large ones, some elements; a device is not waited for.
             self._before = [
@@ -92,14 +81,15 @@ class KeptBuffers:
         self._before = []
 
     def _is_written(self, at: int, before: SeenTensor) -> bool:
-        now = self._buffers.buffer(at)
-        if before.is_written(now) or self._buffers.is_statistic(at):
+        buffers, now = self._buffers, self._buffers.buffer(at)
+        if before.is_written(now) or buffers.is_statistic(at):
             return True
         # The copy shows what torch does not count; of a small one on a device, which is not waited for, it stays.
         kept = self._copies.get(at)
         if now is None or kept is None:
             return False
-        return (is_small(now) and now.device.type != "cpu") or self._buffers.is_known(at) or not holds_same(kept, now)
+        is_known = buffers.written is not None and at in buffers.written
+        return is_known or (is_small(now) and now.device.type != "cpu") or not holds_same(kept, now)
 
     def in_place(self) -> AbstractContextManager[None]:
         """Inside, modules hold the buffers as they were before; what is written to them is lost."""
@@ -109,17 +99,3 @@ class KeptBuffers:
                 again = None if kept is None else kept.clone()  # a second backward needs it too
             places += [(module._buffers, key, again) for module, key in self._buffers.places[at]]
         return items_set(places)
-
-
-class _NoBuffers(KeptBuffers):
-    """Of a module without buffers."""
-
-    def __init__(self) -> None:
-        self._copies = {}
-
-    @override
-    def settle(self) -> None:
-        pass
-
-
-_NOTHING = _NoBuffers()

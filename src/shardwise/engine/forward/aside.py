@@ -1,6 +1,6 @@
 """What objects hold for a while, and what they held before: a module that runs aside has no trace of it afterwards."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -50,17 +50,22 @@ def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None])
         held.update(saved)
 
 
-def kept_attributes(modules: Iterable[nn.Module], *, contents: tuple[type, ...] = ()) -> Callable[[], None]:
-    """What puts back all attributes that modules have now. contents: lists, dicts, sets, whose items come back too."""
-    saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = [
-        (each, dict(vars(each)), [(held, copy(held)) for held in vars(each).values() if isinstance(held, contents)])
-        for each in modules
-    ]
+def kept_attributes(
+    modules: Iterable[nn.Module], *, names: Collection[str] | None = None, contents: tuple[type, ...] = ()
+) -> Callable[[], None]:
+    """What puts back the attributes that modules have now. names: of those; None: all. contents: lists, dicts, sets,
+    whose items come back too."""
+    saved: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
+    for each in modules:
+        before = {key: held for key, held in vars(each).items() if names is None or key in names}
+        kept = [(held, copy(held)) for held in before.values() if isinstance(held, contents)]
+        saved.append((vars(each), before, kept))
 
     def put_back() -> None:
-        for each, attributes, kept in saved:
-            vars(each).clear()
-            vars(each).update(attributes)
+        for attributes, before, kept in saved:
+            for key in list(attributes) if names is None else attributes.keys() & names:
+                del attributes[key]
+            attributes.update(before)
             # Emptied and filled again, not replaced: others may hold the same object, as handles of hooks do.
             for held, content in kept:
                 held.clear()

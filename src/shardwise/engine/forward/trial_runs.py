@@ -1,7 +1,7 @@
 """Runs of a model that leave no trace. `count_work` makes one to find the work of each module."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
@@ -21,11 +21,16 @@ from shardwise.engine.torch_private import COMPILED_CALL, compiled_call
 _NUM_TIMED_RUNS = 3
 
 
+_NAMES = frozenset({*vars(nn.Module()), "forward", COMPILED_CALL})
+"""Attributes of every module, and those in which layers are."""
+
+
 @contextmanager
-def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
+def aside(module: nn.Module, *, keep: Collection[str] | None = _NAMES) -> Iterator[Callable[[], bool]]:
     """Inside, a module may run and be changed, and is as before afterwards. Gives what says whether numbers were drawn.
 
-    attributes    modes, hooks, layers, parameters: `vars` of each module inside, and lists, dicts and sets in it
+    attributes    those that `keep` names: modes, hooks, layers, parameters. None: all, and the lists, dicts and sets in
+                  them. A forward that writes to parameters (RWKV rescales its own) notes that in others
     buffers       forwards write to copies
     weights       packed ones, which kernels may pack in another way
     generators    those of the devices, and those that modules keep
@@ -35,7 +40,7 @@ def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
     devices = list({torch.device("cpu"), *(each.device for each in held if not each.is_meta)})
     own = own_generators(module)
     packed = PackedPlaces(module)
-    put_back = kept_attributes(module.modules(), contents=(list, dict, set))
+    put_back = kept_attributes(module.modules(), names=keep, contents=(list, dict, set))
 
     def states() -> list[torch.Tensor]:
         return [state for device in devices for state in random_states(device, own).values()]

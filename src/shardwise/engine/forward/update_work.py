@@ -36,7 +36,8 @@ def _work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     packet = func.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=made))
-    largest = max(filter(torch.is_tensor, tree_leaves((args, made))), key=torch.Tensor.numel, default=None)
+    tensors = [each for each in tree_leaves((args, made)) if isinstance(each, torch.Tensor)]
+    largest = max(tensors, key=torch.Tensor.numel, default=None)
     if largest is None:
         return 0
     if largest.dim() > 1 and _is_decomposition(packet.__name__):

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -110,7 +110,7 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
     with (
         # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
         # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
-        aside(module) as has_drawn,
+        aside(module, keep=None) as has_drawn,
         # Under autocast a wide run would be rounded to half precision again.
         torch.autocast(device.type, enabled=False),
         NoDropout(),
@@ -204,9 +204,6 @@ PERTURBATION = 0.1
 _CHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes in which torch calculates; values of others are taken as they are."""
 
-Leaf = Literal["alike", "part", "unlike"]
-"""A tensor of the cut module: of the whole one's shape, the part of this rank, or something else."""
-
 
 def differ(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """The largest relative difference (2-norms) between floating tensors and those of the same place. Inf where one of
@@ -240,19 +237,22 @@ def finest_eps(tensors: Sequence[torch.Tensor]) -> float:
     return min((torch.finfo(dtype).eps for dtype in floats), default=torch.finfo(torch.float32).eps)
 
 
-def leaf_of(
+def counterpart(
     cut: torch.Tensor, whole: torch.Tensor, sizes: Sequence[tuple[int, ...]], rank: int
-) -> tuple[Leaf, torch.Tensor]:
-    """What a tensor of the cut module is, and what it is compared with; `sizes`: its shapes on all ranks."""
+) -> tuple[torch.Tensor | None, bool]:
+    """What a tensor of the cut module is compared with, and whether that is a part of the whole one.
+
+    sizes: its shapes on all ranks. None: it is neither of the whole one's shape, nor the part of this rank.
+    """
     if len({*sizes, tuple(whole.shape)}) == 1:
-        return "alike", whole
+        return whole, False
     dims = [dim for dim, size in enumerate(whole.shape) if cut.dim() == whole.dim() and cut.shape[dim] != size]
     if len(dims) == 1 and all(len(each) == whole.dim() for each in sizes):
         (dim,) = dims
         along = [each[dim] for each in sizes]
         if sum(along) == whole.shape[dim]:
-            return "part", whole.narrow(dim, sum(along[:rank]), along[rank])
-    return "unlike", cut
+            return whole.narrow(dim, sum(along[:rank]), along[rank]), True
+    return None, False
 
 
 def perturbed(value: torch.Tensor, name: str, attempt: int) -> torch.Tensor:

@@ -21,7 +21,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -39,10 +38,10 @@ from shardwise.engine.tensor.isolated_runs import (
     ModuleRun,
     Parameters,
     Way,
+    counterpart,
     differ,
     factor_of,
     finest_eps,
-    leaf_of,
     perturbed,
     rounded,
     run_apart,
@@ -69,19 +68,8 @@ _CLOSE = 100.0
 """Times the last digit by which whole inputs may differ between ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A region cannot be judged alone."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class _RegionDifference:
-    """The largest over the ranks, with what rounding makes."""
-
-    relative: float
-    noise: float
+class UnjudgedError(Exception):
+    """A region cannot be judged alone; the text says why."""
 
 
 State = Literal["waiting", "standby", "done"]
@@ -114,11 +102,11 @@ class _RegionProof(Layer):
         if is_passed or not self._is_real(args, kwargs):
             return self.forward(*args, **kwargs)
         # Before the forward: it may write to what it is given.
-        inputs: CopiedInputs | Unknown
+        inputs: CopiedInputs | UnjudgedError
         try:
             inputs = CopiedInputs(args, kwargs).changed(torch.clone)
         except Exception as error:
-            inputs = Unknown(f"its inputs cannot be copied ({error})")
+            inputs = UnjudgedError(f"its inputs cannot be copied ({error})")
         with proof.calling(self):
             try:
                 output = self.forward(*args, **kwargs)
@@ -138,14 +126,12 @@ class _RegionProof(Layer):
         held = [each for inner in self.module.modules() for each in inner._parameters.values() if each is not None]
         return not any(is_fake(each) for each in (*tensors_in((args, kwargs)), *held))
 
-    def verdict(self, inputs: CopiedInputs, *, is_outermost: bool) -> Unknown | str | None:
-        """None where cut and whole agree; else why not, or why that is unknown.
+    def refusal(self, inputs: CopiedInputs, *, is_outermost: bool) -> str:
+        """Why cut and whole do not agree; "" where they do. Raises UnjudgedError.
 
         is_outermost: no module around could be compared instead. Ranks along tp do it together, and get one result.
         """
         pair = self._shared(inputs)
-        if isinstance(pair, Unknown):
-            return pair
         # Gathered once, before the attempts: at stage 3 data ranks gather together, and may need other numbers of them.
         held = self._held()
         with ExitStack() as gathered:
@@ -154,34 +140,33 @@ class _RegionProof(Layer):
                     gathered.enter_context(self._proof.gather(first_tensor(each)))
             return self._judged(pair, held, is_outermost=is_outermost)
 
-    def _judged(
-        self, pair: tuple[CopiedInputs, CopiedInputs], held: Parameters, *, is_outermost: bool
-    ) -> Unknown | str | None:
+    def _judged(self, pair: tuple[CopiedInputs, CopiedInputs], held: Parameters, *, is_outermost: bool) -> str:
         # Every decision in these loops comes from numbers that all ranks have exchanged, so that all ranks go the same
         # way: each turn gathers over tp, and a rank that left early would let the others wait.
-        for trains in (False, True):
-            found: _RegionDifference | Unknown | None = None
-            for attempt in range(_ATTEMPTS):
-                found = self._compare(*pair, held, attempt, is_outermost=is_outermost, trains=trains)
-                if not isinstance(found, _RegionDifference):
-                    break
-            # Training mode comes second: a region that cannot be compared there has agreed in evaluation mode already.
-            if isinstance(found, Unknown) and not trains:
-                return found
-            if isinstance(found, _RegionDifference):
+        for mode in ("evaluation mode", "training mode without dropout"):
+            trains = mode != "evaluation mode"
+            found: tuple[float, float] | None = None
+            try:
+                for attempt in range(_ATTEMPTS):
+                    found = self._difference(*pair, held, attempt, is_outermost=is_outermost, trains=trains)
+                    if found is None:
+                        break
+            except UnjudgedError:
+                # Training mode comes second: the region has agreed in evaluation mode already.
+                if trains:
+                    return ""
+                raise
+            if found is not None:
                 # A cache of keys and values is given with what this rank computed; uncut, the module would need the
                 # whole cache. A difference may come from there, and proves nothing.
                 if pair[0].has_state:
-                    return Unknown("each rank may have its own part of the tensors in an object that it is given")
-                return self._refusal(found, "training mode without dropout" if trains else "evaluation mode")
-        return None
-
-    def _refusal(self, found: _RegionDifference, mode: str) -> str:
-        return (
-            f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its output "
-            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp, in {mode}); rounding gives "
-            f"{found.noise:.1e}. {self._rules()} {self._advice()}"
-        )
+                    raise UnjudgedError("each rank may have its own part of the tensors in an object that it is given")
+                return (
+                    f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its "
+                    f"output differs by {found[0]:.1e} (relative, largest over the ranks along tp, in {mode}); "
+                    f"rounding gives {found[1]:.1e}. {self._rules()} {self._advice()}"
+                )
+        return ""
 
     def explanation(self, inputs: CopiedInputs, error: str) -> str:
         """The message for an error that only the cut module raises; empty for one that the whole module raises too.
@@ -204,20 +189,20 @@ class _RegionProof(Layer):
 
     # Values ---------------------------------------------------------------------------------------------------------
 
-    def _shared(self, inputs: CopiedInputs) -> tuple[CopiedInputs, CopiedInputs] | Unknown:
+    def _shared(self, inputs: CopiedInputs) -> tuple[CopiedInputs, CopiedInputs]:
         """Inputs for the whole module, and for this rank's part of it."""
         tensors = inputs.tensors
         # Digests instead of values: inputs of a region are large, and mostly equal on all ranks.
         mine = [[list(each.shape), str(each.dtype), digest_of_values(each)] for each in tensors]
         answers = self._exchanged(mine)
         if any(len(each) != len(mine) for each in answers):
-            return Unknown("the ranks give it other inputs")
+            raise UnjudgedError("the ranks give it other inputs")
         whole: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
         for tensor, each in zip(tensors, zip(*answers, strict=True), strict=True):
             shared = (tensor, tensor) if all(other == each[0] for other in each) else self._joined(tensor, each)
             if shared is None:
-                return Unknown("each rank gives it other inputs")
+                raise UnjudgedError("each rank gives it other inputs")
             whole.append(shared[0])
             own.append(shared[1])
         return inputs.with_tensors(whole), inputs.with_tensors(own)
@@ -276,7 +261,7 @@ class _RegionProof(Layer):
 
     # Both ways ------------------------------------------------------------------------------------------------------
 
-    def _compare(
+    def _difference(
         self,
         whole: CopiedInputs,
         own: CopiedInputs,
@@ -285,8 +270,9 @@ class _RegionProof(Layer):
         *,
         is_outermost: bool,
         trains: bool,
-    ) -> _RegionDifference | Unknown | None:
-        """None where cut and whole agree, or where `trains` and chance is in what the module computes."""
+    ) -> tuple[float, float] | None:
+        """The largest over the ranks, with what rounding makes. None where cut and whole agree, or where `trains` and
+        chance is in what the module computes. Raises UnjudgedError."""
         problem = ""
         # Half precision as float32 first: with 3 digits a wrong plan could hide in the rounding. A forward that refuses
         # float32 (it casts to a fixed dtype inside) is compared as it is.
@@ -308,15 +294,20 @@ class _RegionProof(Layer):
             )
             failure = next((each for each, _ in answers if each), "")
             if failure or isinstance(made, str):
-                return Unknown(f"it runs, and fails in evaluation mode ({failure})")
+                raise UnjudgedError(f"it runs, and fails in evaluation mode ({failure})")
             shapes = [[tuple(shape) for shape in each] for _, each in answers]
             if any(len(each) != len(expected.tensors) for each in shapes):
-                return Unknown("it gives another number of tensors when it is cut")
-            pairs = self._pairs(made.tensors, expected.tensors, shapes)
-            compared = [pair for pair in pairs if pair is not None]
-            if not compared or (len(compared) < len(pairs) and not is_outermost):
-                return Unknown("each rank has its own part of the tensors that it gives")
-            relative = max(self._exchanged(differ(*map(list, zip(*compared, strict=True)))))
+                raise UnjudgedError("it gives another number of tensors when it is cut")
+            pairs = []
+            for at, (cut, wide) in enumerate(zip(made.tensors, expected.tensors, strict=True)):
+                other, is_part = counterpart(cut, wide, [each[at] for each in shapes], self._proof.channel.rank)
+                # Modules behind it read the first output. Others (attention weights of own heads) may only be there to
+                # be looked at.
+                if other is not None and (at == 0 or not is_part):
+                    pairs.append((cut, other))
+            if not pairs or (len(pairs) < len(expected.tensors) and not is_outermost):
+                raise UnjudgedError("each rank has its own part of the tensors that it gives")
+            relative = max(self._exchanged(differ(*map(list, zip(*pairs, strict=True)))))
             finest = finest_eps(expected.tensors)
             # Equal to the last digits: no need to measure the rounding, which costs another run and copies.
             if relative <= 4 * finest:
@@ -328,8 +319,8 @@ class _RegionProof(Layer):
             others = [] if isinstance(again, str) else again.tensors
             is_alike = len(others) == len(expected.tensors)
             noise = max(finest, *self._exchanged(differ(others, expected.tensors) if is_alike else 0.0))
-            return None if relative <= factor_of(expected.eps) * noise else _RegionDifference(relative, noise)
-        return Unknown(f"it does not run alone with whole parameters ({problem})")
+            return None if relative <= factor_of(expected.eps) * noise else (relative, noise)
+        raise UnjudgedError(f"it does not run alone with whole parameters ({problem})")
 
     def _try(self, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun | str:
         """What the module gives, or what it raises."""
@@ -337,21 +328,6 @@ class _RegionProof(Layer):
             return run_apart(self.module, self.forward, inputs, parameters, way)
         except Exception as error:
             return in_words(error)
-
-    def _pairs(
-        self,
-        made: Sequence[torch.Tensor],
-        expected: Sequence[torch.Tensor],
-        shapes: Sequence[Sequence[tuple[int, ...]]],
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Each tensor with what it is compared with; None where the rank has a part of unknown place."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        for at, (cut, whole) in enumerate(zip(made, expected, strict=True)):
-            kind, other = leaf_of(cut, whole, [each[at] for each in shapes], self._proof.channel.rank)
-            # Modules behind it read the first output. Others (attention weights of own heads) may only be there to be
-            # looked at.
-            pairs.append((cut, other) if kind == "alike" or (kind == "part" and at == 0) else None)
-        return pairs
 
     def _exchanged(self, value: Any) -> list[Any]:
         """Every rank's value."""
@@ -445,21 +421,21 @@ class Proof:
         finally:
             self._calls.pop()
 
-    def compare(self, watch: _RegionProof, inputs: CopiedInputs | Unknown) -> None:
+    def compare(self, watch: _RegionProof, inputs: CopiedInputs | UnjudgedError) -> None:
         """Compare a region; a refusal is kept until all ranks are asked."""
         # The calls that go on, from the outside in; the nearest one around has a layer too, and is compared in the
         # place of this region when its own forward ends.
         around = next((each for each in reversed(self._calls) if each is not watch), None)
-        verdict: Unknown | str | None = inputs if isinstance(inputs, Unknown) else None
-        if isinstance(inputs, CopiedInputs):
+        try:
+            if isinstance(inputs, UnjudgedError):
+                raise inputs
             with self._working():
-                verdict = watch.verdict(inputs, is_outermost=around is None)
-        if isinstance(verdict, str):
-            self._refusals.append(verdict)
-        elif verdict is not None and around is not None:
-            around.state = "waiting"
-        elif verdict is not None:
-            self.unproved[watch.region.name] = verdict.why
+                self._refusals += filter(None, [watch.refusal(inputs, is_outermost=around is None)])
+        except UnjudgedError as why:
+            if around is not None:
+                around.state = "waiting"
+            else:
+                self.unproved[watch.region.name] = str(why)
 
     def explain(self, watch: _RegionProof, inputs: CopiedInputs, error: Exception) -> None:
         """Raise ModelError for an error of a forward that the whole module does not raise."""

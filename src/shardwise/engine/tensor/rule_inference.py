@@ -64,15 +64,6 @@ def infer_plan(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]
     return _Search(model, outline, call, trace, num_ranks).run()
 
 
-@dataclass(slots=True)
-class _AlikeFamilies:
-    """Families that are alike, in layer after layer: what is tried for one holds for all."""
-
-    choices: list[Mapping[str, tuple[str, ...]]]
-    """Attributes that count heads, by the class of the module that has them; tried one after the other."""
-    at: int = 0
-
-
 @dataclass
 class _Search:
     """Infers, plans and rehearses until a plan holds, and gives up what fails."""
@@ -82,7 +73,9 @@ class _Search:
     call: Callable[[], Any]
     trace: ForwardTrace
     num_ranks: int
-    kinds: dict[object, _AlikeFamilies] = field(default_factory=dict)
+    choices: dict[object, list[Mapping[str, tuple[str, ...]]]] = field(default_factory=dict)
+    """Of families that are alike, in layer after layer: attributes that count heads, by the class of the module that
+    has them. The first ones are tried."""
     without: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,18 +107,13 @@ class _Search:
 
     # Heads --------------------------------------------------------------------------------------------------------
 
-    def _kind_of(self, family: MapFamily) -> _AlikeFamilies:
+    def _kind_of(self, family: MapFamily) -> object:
         # Layers are alike where the classes of their maps and of what holds them are, and the groups: names differ.
-        key = (
-            tuple(sorted({(self.modules[each].kind, self._parent(each).kind) for each in family.columns})),
-            (
-                family.num_groups,
-                family.widths,
-            ),
-        )
-        if key not in self.kinds:
-            self.kinds[key] = _AlikeFamilies(list(self._choices(family)))
-        return self.kinds[key]
+        kinds = frozenset((self.modules[each].kind, self._parent(each).kind) for each in family.columns)
+        kind = (kinds, family.num_groups, family.widths)
+        if kind not in self.choices:
+            self.choices[kind] = list(self._choices(family))
+        return kind
 
     def _parent(self, name: str) -> TensorModule:
         return next(self.modules[each] for each in (*parents(name), "") if each in self.modules and each != name)
@@ -169,8 +157,7 @@ class _Search:
         yield from (each for at, each in enumerate(tried) if each and each not in tried[:at])
 
     def _heads_of(self, family: MapFamily) -> dict[str, str]:
-        kind = self._kind_of(family)
-        attributes = kind.choices[kind.at] if kind.at < len(kind.choices) else {}
+        attributes = next(iter(self.choices[self._kind_of(family)]), {})
         return {
             name: f"heads(attributes={'+'.join(attributes[module.kind])}, groups={family.num_groups})"
             for name, module in self._around(family).items()
@@ -188,11 +175,10 @@ class _Search:
             self.without |= dict.fromkeys(names or inference.vocabulary, f"with it cut, {_said(wrong)}")
             return
         # All families of a module are moved on together: a rehearsal says where it fails, not which of them is wrong.
-        for kind in {id(each): each for each in map(self._kind_of, families)}.values():
-            alike = [each for each in inference.families if self._kind_of(each) is kind]
-            kind.at += 1
-            if kind.at >= len(kind.choices):
-                for family in alike:
+        for kind in dict.fromkeys(map(self._kind_of, families)):
+            self.choices[kind] = self.choices[kind][1:]
+            if not self.choices[kind]:
+                for family in [each for each in inference.families if self._kind_of(each) == kind]:
                     self.without |= dict.fromkeys((*family.columns, *family.rows), f"with it cut, {_said(wrong)}")
 
     def _at(self, inference: RuleInference, name: str) -> list[MapFamily]:
