@@ -64,14 +64,8 @@ from shardwise.engine.optimizers.known import (
 )
 from shardwise.engine.optimizers.master_states import MasterOf
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
-from shardwise.engine.optimizers.trials import (
-    STAGE_0,
-    check_apart,
-    check_closures,
-    check_silent,
-    tried_keys,
-    work_of_wholes,
-)
+from shardwise.engine.optimizers.traits import STAGE_0, OptimizerTraits, check_apart, check_steps, work_of_wholes
+from shardwise.engine.optimizers.trials import traits_of
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -193,6 +187,7 @@ class _Inspected:
     """The portions of parameters that came as DTensors."""
     groups: Groups
     activations: ActivationModules
+    traits: Sequence[OptimizerTraits]
     work: Mapping[str, int]
     """Of one update, for each parameter that its optimizer must see whole, where ranks would have parts."""
 
@@ -210,18 +205,12 @@ def _inspect(asked: Asked) -> _Inspected:
     given = portions_of_dtensors(inventory, plan, channel.rank)
     optimizers = build(asked.optimizer, list(model.parameters()))
     check_coverage(optimizers, inventory)
-    # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
-    # would train, and badly.
     home, at_home = _home(plan, channel.device, optimizers)
-    work: Mapping[str, int] = {}
     with at_home:
-        check_closures(optimizers, home)
-        if channel.size > 1:
-            check_silent(optimizers, home)
-        if _shares_updates(plan):
-            work = work_of_wholes(optimizers, inventory, home, instead=_alone(plan))
-        elif plan.mesh.pp > 1:  # stages have parameters of their own
-            check_apart(optimizers, home, instead=_alone(plan))
+        traits = [traits_of(each, home) for each in optimizers]
+    check_steps(traits, is_alone=channel.size == 1)
+    if _shares_updates(plan) or plan.mesh.pp > 1:  # stages have parameters of their own
+        check_apart(traits, instead=_alone(plan))
     named = groups_in(asked.groups, inventory.specs)
     if isinstance(plan.clip_grad_norm, Mapping):
         clipped_parts(plan.clip_grad_norm, named, inventory.specs)
@@ -232,7 +221,8 @@ def _inspect(asked: Asked) -> _Inspected:
         given=given,
         groups=named,
         activations=modules_of(model, plan.activations),
-        work=work,
+        traits=traits,
+        work=work_of_wholes(traits, inventory) if _shares_updates(plan) else {},
     )
 
 
@@ -496,13 +486,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     model_buffers = ModelBuffers(model)  # all of them: ranks number buffers alike, also those that they drop
     inventory.tie()
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
-    is_partial = sliced or plan.mesh.tp > 1
-    home, at_home = _home(plan, device, inspected.optimizers)
     work = inspected.work
-    with at_home:
-        keys = [
-            tried_keys(each, inspected.inventory, work, home, is_partial=is_partial) for each in inspected.optimizers
-        ]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
@@ -533,7 +517,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         device,
         but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
-    optimizers = know(inspected.optimizers, inventory, keys)  # while they still have all parameters
+    optimizers = know(inspected.traits, inventory)  # while they still have all parameters
     buffers = FlatParams(
         owned,
         layout.ownership,

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.optimizers.trials import check_apart, check_silent, is_elementwise, made_by_steps
+from shardwise.engine.optimizers.traits import check_apart, check_steps
+from shardwise.engine.optimizers.trials import traits_of
 from shardwise.errors import OptimizerError
 from tests.cli.processes import in_this_process
 from tests.engine.matrix_optimizers import (
@@ -217,8 +218,9 @@ def test_what_goes_element_by_element_is_told_from_what_begins_late_or_goes_by_s
     case: str,
 ) -> None:
     make, expected = VERDICTS[case]
-    optimizer = make()
-    assert is_elementwise(optimizer, optimizer.param_groups[-1], CPU) == expected
+    found = traits_of(make(), CPU).of_groups[-1].values()
+    assert {each.looks_at for each in found} <= {"element", "parameter"}
+    assert all(each.looks_at == "element" for each in found) == expected
 
 
 def test_no_long_vector_is_tried_on_what_needs_whole_parameters() -> None:
@@ -230,7 +232,7 @@ def test_no_long_vector_is_tried_on_what_needs_whole_parameters() -> None:
             super().begin(group)
 
     optimizer = Watched([nn.Parameter(torch.ones(8, 6))], lr=0.1)
-    assert not is_elementwise(optimizer, optimizer.param_groups[0], CPU)
+    assert [each.looks_at for each in traits_of(optimizer, CPU)] == ["parameter"]
     assert max(longest) <= 24
 
 
@@ -253,8 +255,12 @@ class OfKernels(Own):
         return gradient / gradient.norm(dim=(2, 3), keepdim=True)
 
 
+def refuse_coupled(optimizer: torch.optim.Optimizer, instead: str = "Use sw.Sharding(stage=0)") -> None:
+    check_apart([traits_of(optimizer, CPU)], instead=instead)
+
+
 def test_an_optimizer_of_kernels_updates_each_parameter_alone() -> None:
-    check_apart([OfKernels([nn.Parameter(torch.ones(2, 3, 3, 3))] * 1, {"lr": 0.1})], CPU, instead="")
+    refuse_coupled(OfKernels([nn.Parameter(torch.ones(2, 3, 3, 3))] * 1, {"lr": 0.1}), "")
 
 
 class Talking(torch.optim.SGD):
@@ -275,7 +281,7 @@ def talking_to_a_live_group(folder: Path) -> None:
     """Before anything is sent."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
     try:
-        check_silent([Talking([nn.Parameter(torch.zeros(4, 6))], lr=0.1)], CPU)
+        check_steps([traits_of(Talking([nn.Parameter(torch.zeros(4, 6))], lr=0.1), CPU)], is_alone=False)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -284,9 +290,8 @@ def talking(model: nn.Module) -> torch.optim.Optimizer:
     return Talking(model.parameters(), lr=0.1)
 
 
-def paired(device: torch.device) -> None:
-    pairs = [nn.Parameter(torch.ones(each)) for each in SHAPES]
-    check_apart([Paired(pairs, lr=0.1)], device, instead="Use sw.Sharding(stage=0)")
+def paired() -> None:
+    refuse_coupled(Paired([nn.Parameter(torch.ones(each)) for each in SHAPES], lr=0.1))
 
 
 def normed(model: nn.Module, share: float = 1.0) -> torch.optim.Optimizer:
@@ -299,15 +304,15 @@ REFUSED = Refusals(
     "engine.optimizer_trials",
     {
         **{
-            f"goes by a group, late by {place}": lambda place=place, delay=delay: check_apart(
-                [hiding(delay=delay, place=place, all_of_group=True)], CPU, instead="Use sw.Sharding(stage=0)"
+            f"goes by a group, late by {place}": lambda place=place, delay=delay: refuse_coupled(
+                hiding(delay=delay, place=place, all_of_group=True)
             )
             for place, delay in LATE
         },
-        "a sum over parameters": lambda: check_apart([rare("distance")], CPU, instead="Use sw.Sharding(stage=0)"),
-        "pairs": lambda: paired(CPU),
+        "a sum over parameters": lambda: refuse_coupled(rare("distance")),
+        "pairs": paired,
         **{f"a shared norm under {mesh}": lambda mesh=mesh: built(normed, layout(mesh)) for mesh in MESHES},
-        "a shared norm that hardly counts": lambda: check_apart([normed(sights(), 1e-5)], CPU, instead="Instead: none"),
+        "a shared norm that hardly counts": lambda: refuse_coupled(normed(sights(), 1e-5), "Instead: none"),
         "talks to other ranks": lambda: built(talking, layout("dp_shard=2")),
         "talks to other ranks at stage 0": lambda: built(talking, layout("dp_shard=2", 0)),
         "talks to a live group": talking_to_a_live_group,
@@ -322,9 +327,9 @@ def test_what_looks_beyond_a_parameter_or_talks_is_refused(case: str) -> None:
 
 
 def test_settings_that_steps_make_are_told_from_those_that_were_given() -> None:
-    assert made_by_steps(Shampoo(sights().parameters(), lr=0.1), CPU) == {"step"}
-    assert not made_by_steps(auxiliary_muon(sights()), CPU)
+    assert traits_of(Shampoo(sights().parameters(), lr=0.1), CPU).made == {"step"}
+    assert not traits_of(auxiliary_muon(sights()), CPU).made
     stepping = Shampoo([nn.Parameter(torch.ones(3, 2))], lr=0.1)
     stepping.param_groups[0]["params"][0].grad = torch.ones(3, 2)
     stepping.step()
-    assert made_by_steps(stepping, CPU) == {"step"}
+    assert traits_of(stepping, CPU).made == {"step"}

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
-from shardwise.engine.forward.update_work import is_sum
 from shardwise.engine.torch_private import TorchDispatchMode, optimizer_hooks, schema_of, storage_id, tree_leaves
 from shardwise.errors import OptimizerError, ShardwiseError
 
@@ -29,10 +29,29 @@ PART = (
 _JOINS = ("stack", "cat", "_local_scalar_dense")
 """Operations by which values of a parameter leave it."""
 
+_DECOMPOSITIONS = frozenset({"linalg", "cholesky", "geqrf", "svd", "qr", "inverse", "orgqr", "ormqr"})
+_SUMS = frozenset(
+    {"sum", "mean", "prod", "std", "var", "var_mean", "norm", "linalg_vector_norm", "_foreach_norm", "_foreach_max"}
+    | {"dot", "vdot", "cumsum", "any", "all", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin"}
+    | {"median", "sort", "topk", "kthvalue", "count_nonzero", "histc", "histogram", "bincount"}
+)
+
 _Roots = frozenset[int]
 
 Held: TypeAlias = tuple[torch.Tensor, bool, int]
 """A tensor of this rank, whether it is a part of one, and a number that it shares with what it may meet."""
+
+
+def is_product(operation: Any) -> bool:
+    """Whether an operation of torch multiplies or decomposes matrices."""
+    # By whole words: a square root has "qr" in its name.
+    words = operation.__name__.split("_")
+    return operation in flop_registry or ("norm" not in words and not _DECOMPOSITIONS.isdisjoint(words))
+
+
+def is_sum(operation: Any) -> bool:
+    """Whether an operation of torch makes one number of several elements."""
+    return operation.__name__ in _SUMS or is_product(operation)
 
 
 class PartWatch(TorchDispatchMode):

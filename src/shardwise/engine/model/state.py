@@ -86,7 +86,7 @@ def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piec
         for name, key, tensor in known.entries(buffers.name_of()):
             owned = updated[name]
             # The shape alone is not enough: the `step` of a scalar parameter has the shape of the parameter.
-            if tensor.shape == owned.parameter.shape and key not in known.whole_keys:
+            if tensor.shape == owned.parameter.shape and key not in known.traits.whole_keys:
                 state |= placed(state_name(name, key), tensor, updated_spec_of[name], owned.segment)
             else:
                 state |= whole(state_name(name, key), tensor)
@@ -314,7 +314,7 @@ class EngineRestoration:
             shape=self._spec_of[owned.segment.name].global_shape,
             dtype=dtype_name(owned.parameter.dtype),
             has_state=has_updated(state),
-            whole_keys=known.whole_keys,
+            whole_keys=known.traits.whole_keys,
         )
 
     def _want_state(self, known: KnownOptimizer, group: Mapping[str, Any], owned: Owned, given: set[int]) -> None:

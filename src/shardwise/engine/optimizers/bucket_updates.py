@@ -27,7 +27,6 @@ from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, Train
 from shardwise.engine.optimizers.known import KnownOptimizer, on_host
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.steps import OptimizerStep
-from shardwise.engine.optimizers.trials import updates_apart
 from shardwise.engine.torch_private import storage_id
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 
@@ -56,14 +55,8 @@ class BucketUpdates:
         self._known = optimizers
         for each in buffers.buckets:
             each.master_memory.has_others = has_parts
-        device = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
         watch = partial(watched, buffers=buffers, has_parts=has_parts)
-        # The doubles of its trials are made while no parameter has a gradient.
-        with on_host([each.optimizer for each in optimizers]) if buffers.is_offloaded else nullcontext():
-            self._steps = {
-                each.optimizer: OptimizerStep(each.optimizer, device or torch.device("cpu"), watch)
-                for each in optimizers
-            }
+        self._steps = {each.optimizer: OptimizerStep(each.traits, watch) for each in optimizers}
         self._buffers = buffers
         self._matrices = matrices
         self._parts: dict[TrainedSet, dict[_Place, _Part] | None] = {}
@@ -93,7 +86,7 @@ class BucketUpdates:
             optimizers = [known.optimizer for known in stepping]
             if self._buffers.is_offloaded:
                 stack.enter_context(on_host(optimizers))
-            parts = None if at_once else self._parts_of(trained, optimizers)
+            parts = None if at_once else self._parts_of(trained, stepping)
             if parts is None:
                 self._step_at_once(optimizers, gradients, touched)
                 self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
@@ -149,9 +142,7 @@ class BucketUpdates:
 
         return update, rounds
 
-    def _parts_of(
-        self, trained: TrainedSet, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Mapping[_Place, _Part] | None:
+    def _parts_of(self, trained: TrainedSet, optimizers: Sequence[KnownOptimizer]) -> Mapping[_Place, _Part] | None:
         """What each bucket and each round has of the optimizers; None where the update is made at once."""
         if trained not in self._parts:
             if len(self._parts) > MOST_TRAINED:
@@ -159,17 +150,16 @@ class BucketUpdates:
             self._parts[trained] = self._find_parts(optimizers)
         return self._parts[trained]
 
-    def _find_parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[_Place, _Part] | None:
+    def _find_parts(self, optimizers: Sequence[KnownOptimizer]) -> dict[_Place, _Part] | None:
         if not self._buffers.publishes_in_parts and self._matrices is None:
             return None
-        device = next((each.master.device for each in self._buffers.buckets if each.plan.trainable), None)
-        # Not asked of other ranks, which try the same optimizers.
-        if device is None or not all(updates_apart(each, device) for each in optimizers):
+        # Not asked of other ranks, which know the same of the optimizers.
+        if not all(each.traits.steps_apart for each in optimizers):
             return None
         place_of = {each.parameter: self._place_of(each) for each in self._buffers.updated}
         parts: dict[_Place, _Part] = {}
         for place in dict.fromkeys(place_of.values()):
-            for optimizer in optimizers:
+            for optimizer in (each.optimizer for each in optimizers):
                 groups = [
                     _chosen(group, [place_of[each] == place for each in group["params"]])
                     for group in optimizer.param_groups

@@ -1,14 +1,15 @@
 """Doubles of optimizers, which update small tensors in trials: one group each, and the state that it had.
 
 an optimizer with groups      for each group, and each kind of state in it    a `Case`
-a case, a few tensors         steps on made gradients                         the moves of each step
+a case, a few tensors         steps on made gradients                         a `Run`: what they did and left
 """
 
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell, rebuilt
+from shardwise.engine.forward.part_watch import is_product, is_sum
 from shardwise.engine.optimizers.known import keys_not_along, reachable
-from shardwise.engine.torch_private import OPTIMIZER_HOOKS
+from shardwise.engine.optimizers.traits import kind_of
+from shardwise.engine.torch_private import OPTIMIZER_HOOKS, TorchDispatchMode, tree_leaves
 from shardwise.errors import OptimizerError, few_of
 from shardwise.plan.nested_state import flat_state, nested_state
 
@@ -30,9 +33,7 @@ _ALONE = threading.RLock()
 """The stance is the process's: threads that set it and put it back in turns could leave it eager for ever."""
 
 Step = Callable[[torch.optim.Optimizer], Any]
-Moves = list[torch.Tensor]
-"""For each step by how much it moved the values, flat."""
-_Counts = dict[tuple[Any, ...], tuple[Any, Any, float]]
+Numbers = dict[tuple[Any, ...], tuple[Any, Any, float]]
 """By the way that leads to a number: what holds it, under which key, and the number."""
 
 
@@ -46,25 +47,54 @@ class Case:
     device: torch.device
 
 
-def cases_of(
-    optimizer: torch.optim.Optimizer, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
-) -> list[Case]:
-    """All ways of an optimizer, or of some of its groups."""
-    cases: list[Case] = []
-    for group in optimizer.param_groups if groups is None else groups:
-        # Some note in the state of a parameter how they update it, before the first step.
-        states: dict[Any, Mapping[str, Any]] = {}
-        for parameter in group["params"]:
-            if state := dict.get(optimizer.state, parameter):  # as it is: see `StateOfMasters`
-                states.setdefault(kind_of(state), state)
-        every: Sequence[Mapping[str, Any]] = [*states.values()] or [{}]
-        cases += [Case(optimizer=optimizer, group=group, state=state, device=device) for state in every]
-    return cases
+class Operations(TorchDispatchMode):
+    """Notes the operations of torch, and ends at the first that sends something to other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.sent_by = ""
+        self.has_sums = False
+        """Whether some elements of a tensor became one number."""
+        self.has_products = False
+        """Whether matrices were multiplied or decomposed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, packet = str(func), func.overloadpacket
+        self.names.append(name)
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            self.sent_by = name
+            raise OptimizerError(f"{name} in a trial")
+        if is_sum(packet):
+            tensors = [each for each in tree_leaves(args) if torch.is_tensor(each)]
+            self.has_sums |= any(each.numel() > 1 for each in tensors)
+            # An outer product is no more work than one on single elements.
+            self.has_products |= is_product(packet) and all(min(each.shape, default=1) > 1 for each in tensors)
+        return func(*args, **(kwargs or {}))
 
 
-def kind_of(state: Mapping[str, Any]) -> object:
-    """What tells apart states by which an optimizer updates differently."""
-    return tuple(state), tuple(each for each in state.values() if type(each) in (bool, str))
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What steps of a double did."""
+
+    double: torch.optim.Optimizer
+    """The optimizer itself where no double could be made."""
+    moves: list[torch.Tensor] = field(default_factory=list)
+    """For each step by how much it moved the values, flat."""
+    keeps_gradients: bool = False
+    """Whether memory of a gradient was part of what it kept after some step."""
+    error: Exception | None = None
+    """Why it ended early: an unknown optimizer may raise anything."""
+
+
+def cases_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> list[Case]:
+    """All ways in which an optimizer updates parameters of a group."""
+    # Some note in the state of a parameter how they update it, before the first step.
+    states: dict[Any, Mapping[str, Any]] = {}
+    for parameter in group["params"]:
+        if state := dict.get(optimizer.state, parameter):  # as it is: see `StateOfMasters`
+            states.setdefault(kind_of(state), state)
+    return [Case(optimizer=optimizer, group=group, state=each, device=device) for each in states.values() or [{}]]
 
 
 def with_shells(
@@ -81,8 +111,10 @@ def with_shells(
     case = Case(optimizer=optimizer, group=group, state={}, device=like.device)
     with random_numbers_kept(like.device), torch.enable_grad():
         zeros = torch.zeros_like(like)
-        double, _ = run_double(case, [[zeros, zeros]], num_steps=1, late=False)
-    made = double.state[double.param_groups[0]["params"][0]]
+        run = run_double(case, [[zeros, zeros]], num_steps=1)
+    if run.error is not None:
+        raise run.error
+    made = run.double.state[run.double.param_groups[0]["params"][0]]
     found = dict(state)
     for key, value in made.items():
         if isinstance(value, torch.Tensor) and is_shell(value):
@@ -97,23 +129,12 @@ def with_shells(
     return found
 
 
-def trial_tensors(shape: Sequence[int], num_steps: int, *, seed: int = 0, steady: bool = False) -> list[torch.Tensor]:
+def trial_tensors(shape: Sequence[int], num_steps: int, *, seed: int = 0) -> list[torch.Tensor]:
     """A parameter and its gradients. In float64, so that updates of any size differ from rounding."""
     generator = torch.Generator().manual_seed(seed)
     values, direction, *noises = torch.randn(num_steps + 2, *shape, dtype=torch.float64, generator=generator)
-    # They have a direction in common: some optimizers look for one. `steady`: or wait until nothing changes.
-    gradients = [direction if steady else (direction + each) * size for each, size in zip(noises, cycle(_SIZES))]
-    return [values, *gradients]
-
-
-def alike_runs(
-    case: Case, runs: Sequence[Sequence[Sequence[torch.Tensor]]], num_steps: int, *, late: bool = True
-) -> list[Moves]:
-    """What doubles do to several sets of parameters, with late steps where they can be."""
-    try:
-        return [run_double(case, each, num_steps=num_steps, late=late)[1] for each in runs]
-    except Exception:  # a count may be a place in a list, or more than the optimizer can bear
-        return [run_double(case, each, num_steps=num_steps, late=False)[1] for each in runs]
+    # They have a direction in common: some optimizers look for one.
+    return [values, *((direction + each) * size for each, size in zip(noises, cycle(_SIZES)))]
 
 
 def run_double(
@@ -121,49 +142,57 @@ def run_double(
     stretches: Sequence[Sequence[torch.Tensor]],
     *,
     num_steps: int,
-    late: bool,
+    late: bool = False,
     step: Step = lambda double: double.step(),
-) -> tuple[torch.optim.Optimizer, Moves]:
-    """Run a double on trial parameters: the double, and the moves of its steps.
+    watch: AbstractContextManager[Any] | None = None,
+) -> Run:
+    """Run a double on trial parameters.
 
-    stretches: for each parameter its values, and then its gradients. late: make three late steps at the end.
+    stretches: for each parameter its values, and then its gradients. late: make three late steps at the end. step: made
+    in the place of the double's own. watch: around each.
     """
-    double = _double(case, [values for values, *_ in stretches])
-    parameters = double.param_groups[0]["params"]
+    run = Run(double=case.optimizer)
     before = torch.cat([values.reshape(-1) for values, *_ in stretches])
-    moves: Moves = []
-    counts: list[_Counts] = []
+    counts: list[Numbers] = []
     devices = [torch.device("cpu"), *([case.device] if case.device.type not in ("cpu", "meta") else [])]
     drawn = [(device, random_states(device)) for device in devices]
-    for number in range(num_steps + (3 if late else 0)):
-        if late and number == num_steps:
-            _set_late(*counts)
-        for parameter, (_, *gradients) in zip(parameters, stretches, strict=True):
-            # A new tensor each time: some take it away, or write to it.
-            parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
-        # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
-        with _ALONE, torch.compiler.set_stance("force_eager"):
+    try:
+        run.double = _double(case, [values for values, *_ in stretches])
+        parameters = run.double.param_groups[0]["params"]
+        for number in range(num_steps + (3 if late else 0)):
+            if late and number == num_steps:
+                _set_late(*counts)
+            # New tensors each time: some take one away, or write to it.
+            gradients = [each[1 + number % (len(each) - 1)].to(case.device, copy=True) for each in stretches]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             # What draws noise draws the same for the first parameter, whatever comes after it. Not by a seed, which
             # torch gives to every device.
             for device, kept in drawn:
                 set_random_states(device, kept)
-            try:
-                step(double)
-            except Exception:
-                # Its class may make state when it is built, and a relayout has taken that of the original. Or the state
-                # that is there fits the shape of its parameter only.
-                if number or not _start_again(case, double):
-                    raise
-                step(double)
-        if late and num_steps - 3 <= number < num_steps:
-            counts.append(_counts_of(double))
-        if case.device.type != "meta":
-            now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])
-            moves.append(now - before)
-            before = now
+            # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
+            with _ALONE, torch.compiler.set_stance("force_eager"), watch or nullcontext():
+                try:
+                    step(run.double)
+                except Exception:
+                    # Its class may make state when it is built, and a relayout has taken that of the original. Or the
+                    # state that is there fits the shape of its parameter only.
+                    if number or not _start_again(case, run.double):
+                        raise
+                    step(run.double)
+            own = {name: each for name, each in vars(run.double).items() if name not in ("state", "param_groups")}
+            run.keeps_gradients |= bool(storages([*run.double.state.values(), own]) & storages(gradients))
+            if late and num_steps - 3 <= number < num_steps:
+                counts.append(numbers_of(run.double))
+            if case.device.type != "meta":
+                now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])
+                run.moves.append(now - before)
+                before = now
+    except Exception as error:
+        run.error = error
     for device, kept in drawn:  # the next run begins as this one did
         set_random_states(device, kept)
-    return double, moves
+    return run
 
 
 def _double(case: Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -227,19 +256,14 @@ def _own(value: Any, depth: int = 0) -> Any:
     return made
 
 
-def _counts_of(double: torch.optim.Optimizer) -> _Counts:
-    """The whole numbers that a double keeps."""
-    return {way: entry for way, entry in numbers_of(double).items() if entry[2].is_integer()}
-
-
-def numbers_of(double: torch.optim.Optimizer) -> _Counts:
+def numbers_of(double: torch.optim.Optimizer) -> Numbers:
     """The numbers that a double keeps: in its group, 0, in states, and as attributes, ""."""
-    found: _Counts = {}
+    found: Numbers = {}
 
     def look(container: Any, way: tuple[Any, ...]) -> None:
         for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
             if isinstance(value, dict | list):
-                if len(way) < 5:
+                if len(way) < 5 and value is not double.state and value is not double.param_groups:
                     look(value, (*way, key))
             elif type(value) in (int, float) or (torch.is_tensor(value) and value.numel() == 1):
                 found[*way, key] = container, key, float(value)
@@ -247,25 +271,29 @@ def numbers_of(double: torch.optim.Optimizer) -> _Counts:
     for at, each in enumerate([*double.param_groups, *double.state.values()]):
         if isinstance(each, dict):
             look(each, (at,))
-    own = {"state", "param_groups", "defaults"}
-    for key, value in vars(double).items():
-        if isinstance(value, dict | list) and key not in own:
-            look(value, ("", key))
-        elif type(value) in (int, float):
-            found["", key] = vars(double), key, float(value)
+    look(vars(double), ("",))
     return found
 
 
-def _set_late(*counts: _Counts) -> None:
-    """Set all numbers that rose by the same in each of the last steps so late that two steps lead to `_LATE`."""
-    first, second, last = counts
+def _set_late(first: Numbers, second: Numbers, last: Numbers) -> None:
+    """Set all counts, which rose by the same in each of the last steps, so late that two steps lead to `_LATE`."""
     rising = []
     for way, (container, key, number) in last.items():
         if way in first and way in second:
             rise = number - second[way][2]
-            if rise > 0 and rise == second[way][2] - first[way][2]:
+            if number.is_integer() and rise > 0 and rise == second[way][2] - first[way][2]:
                 rising.append((container, key, number, rise))
     ahead = _LATE - 2 - max((number / rise for *_, number, rise in rising), default=0.0)
     for container, key, number, rise in rising:
         value, to = container[key], number + rise * int(ahead)
         container[key] = torch.full_like(value, to) if torch.is_tensor(value) else type(value)(to)
+
+
+def storages(values: Any) -> set[int]:
+    """The memory of all tensors in a nesting."""
+    found: set[int] = set()
+    for each in tree_leaves(values):
+        if isinstance(each, torch.Tensor):
+            with suppress(RuntimeError, NotImplementedError):  # a subclass around tensors has none
+                found.add(each.untyped_storage().data_ptr())
+    return found - {0}

@@ -20,13 +20,14 @@ from torch import nn
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell
+from shardwise.engine.optimizers.traits import OptimizerTraits, is_torchs, refusal_of_closure
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.torch_private import TAKES_SCALE
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
 from shardwise.plan.nested_state import flat_state, nested_state
-from shardwise.plan.optimizer_entries import NEVER_ALONG, python_type, python_types, values_of
+from shardwise.plan.optimizer_entries import python_type, python_types, values_of
 from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, shared_to_json
 
 OptimizerFunction: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -62,14 +63,6 @@ def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torc
                 "SparseAdam updates from sparse gradients only, and shardwise gives it dense ones; use torch.optim.Adam"
             )
     return tuple(optimizers)
-
-
-def refusal_of_closure(optimizer: torch.optim.Optimizer) -> OptimizerError:
-    """What to say of an optimizer that asks for the loss again."""
-    return OptimizerError(
-        f"{type(optimizer).__name__}.step needs a closure that computes the loss again; shardwise computes each loss "
-        "once per update. Give an optimizer that steps on gradients"
-    )
 
 
 def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory) -> None:
@@ -134,10 +127,7 @@ class KnownOptimizer:
     given: tuple[tuple[str, ...], ...]
     """For each group the names of all that it was given, ties as often as they were in it. Those that were frozen when
     the engine was made are among them: they are trained once they are unfrozen."""
-    whole_keys: frozenset[str]
-    """Keys of state that is not cut along with a parameter, whatever its shape."""
-    made: frozenset[str] = frozenset()
-    """Settings that its steps put into groups."""
+    traits: OptimizerTraits
 
     def taking_in(self, added: Mapping[int, Sequence[str]]) -> "KnownOptimizer":
         """With parameters that came into its groups, perhaps into new ones: {number of the group: names}."""
@@ -164,7 +154,7 @@ class KnownOptimizer:
                 OptimizerGroup(parameters=names, settings=group)
                 for names, group in zip(self.parameters, groups, strict=True)
             ),
-            made=self.made,
+            made=self.traits.made,
             shared=shared_to_json(type(self.optimizer).__name__, self.optimizer.state),
         )
 
@@ -196,23 +186,19 @@ class KnownOptimizer:
         return values_of(type(self.optimizer).__name__, self.optimizer.state, name_of)
 
 
-def know(
-    optimizers: Sequence[torch.optim.Optimizer],
-    inventory: Inventory,
-    keys: Sequence[tuple[frozenset[str], frozenset[str]]],
-) -> tuple[KnownOptimizer, ...]:
-    """Note the names of all parameters, before `swap` leaves each rank with its own. keys: see `tried_keys`."""
+def know(every: Sequence[OptimizerTraits], inventory: Inventory) -> tuple[KnownOptimizer, ...]:
+    """Note the names of all parameters, before `swap` leaves each rank with its own."""
     trainable = {spec.name for spec in inventory.specs if spec.trainable}
     known = []
-    for optimizer, (whole_keys, made) in zip(optimizers, keys, strict=True):
-        given = tuple(tuple(map(inventory.name_of.__getitem__, group["params"])) for group in optimizer.param_groups)
+    for traits in every:
+        groups = traits.optimizer.param_groups
+        given = tuple(tuple(map(inventory.name_of.__getitem__, group["params"])) for group in groups)
         known.append(
             KnownOptimizer(
-                optimizer=optimizer,
+                optimizer=traits.optimizer,
                 parameters=tuple(tuple(name for name in dict.fromkeys(names) if name in trainable) for names in given),
                 given=given,
-                whole_keys=whole_keys | NEVER_ALONG,
-                made=made,
+                traits=traits,
             )
         )
     return tuple(known)
@@ -273,7 +259,7 @@ def on_host(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
 def _fusable(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     """The groups that leave open whether torch's optimizer updates in one pass over memory, and in which it can."""
-    if type(optimizer).step.__module__.startswith("torch.optim."):
+    if is_torchs(optimizer):
         for group in optimizer.param_groups:
             is_open = "fused" in group and not any(group.get(key) for key in ("foreach", "differentiable"))
             if (

@@ -1,0 +1,166 @@
+"""What an update looks at, keeps and sends; torch's own optimizers are known by a table.
+
+Nothing in an optimizer says whether its update of an element looks at others. A wrong guess would train, and badly. So
+doubles of what is not in the table are tried: see `trials`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from shardwise.engine.forward.inventory import Inventory
+from shardwise.errors import OptimizerError
+from shardwise.plan.optimizer_entries import NEVER_ALONG
+
+STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
+"""What to do with an optimizer that no rank can update a part of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateTraits:
+    """What is known of the updates of one group, of parameters with one kind of state."""
+
+    looks_at: Literal["element", "parameter", "group"]
+    """What the update of an element depends on."""
+    has_products: bool = False
+    """Whether it multiplies or decomposes matrices."""
+    steps_apart: bool = True
+    """Whether a step on each parameter does, to the bit, what one step on all of them does."""
+    keeps_gradients: bool = False
+    """Whether the optimizer keeps memory of a gradient after a step."""
+    whole_keys: frozenset[str] = frozenset()
+    """Keys of state that an elementwise update has once per parameter, not once per element."""
+    made: frozenset[str] = frozenset()
+    """Settings that steps put into the group, as a count of them; also those that are there already."""
+    sent_by: str = ""
+    """The operation that sends something to other ranks."""
+    needs_closure: bool = False
+
+
+def _by_elements(*whole_keys: str) -> UpdateTraits:
+    return UpdateTraits(looks_at="element", whole_keys=NEVER_ALONG.union(whole_keys))
+
+
+_OF_TORCH: Mapping[str, UpdateTraits] = {
+    **dict.fromkeys(
+        ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Rprop", "SGD"), _by_elements()
+    ),
+    "ASGD": _by_elements("eta", "mu"),
+    "NAdam": _by_elements("mu_product"),
+    "Adafactor": UpdateTraits(looks_at="parameter"),
+    "Muon": UpdateTraits(looks_at="parameter", has_products=True),
+}
+"""By the class of `torch.optim` whose step it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerTraits:
+    """What is known of the updates of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    of_groups: Sequence[Mapping[object, UpdateTraits]]
+    """For each group, by the kind of state that its parameters came with."""
+
+    def __iter__(self) -> Iterator[UpdateTraits]:
+        return chain.from_iterable(each.values() for each in self.of_groups)
+
+    @property
+    def whole_keys(self) -> frozenset[str]:
+        """Keys of state that is not cut along with a parameter, whatever its shape."""
+        return NEVER_ALONG.union(*(each.whole_keys for each in self))
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Settings that its steps put into groups."""
+        return frozenset[str]().union(*(each.made for each in self))
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether a step on each parameter does, to the bit, what one step on all of them does."""
+        return all(each.steps_apart for each in self)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether it keeps memory of a gradient after a step."""
+        return any(each.keeps_gradients for each in self)
+
+
+def kind_of(state: Mapping[str, Any]) -> object:
+    """What tells apart states by which an optimizer updates differently."""
+    return tuple(state), tuple(each for each in state.values() if type(each) in (bool, str))
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of its class is one of the table."""
+    return in_table(optimizer) is not None
+
+
+def in_table(optimizer: torch.optim.Optimizer) -> UpdateTraits | None:
+    """What the table says of the step of its class."""
+    # Torch puts a wrapper around the step of each class, and keeps its names.
+    step = type(optimizer).step
+    return _OF_TORCH.get(step.__qualname__.partition(".")[0]) if step.__module__.startswith("torch.optim.") else None
+
+
+def refusal_of_closure(optimizer: torch.optim.Optimizer) -> OptimizerError:
+    """What to say of an optimizer that asks for the loss again."""
+    return OptimizerError(
+        f"{type(optimizer).__name__}.step needs a closure that computes the loss again; shardwise computes each loss "
+        "once per update. Give an optimizer that steps on gradients"
+    )
+
+
+def check_steps(every: Sequence[OptimizerTraits], *, is_alone: bool) -> None:
+    """Raise OptimizerError for an optimizer whose step needs the loss again, or sends something to other ranks."""
+    for optimizer, each in ((traits.optimizer, each) for traits in every for each in traits):
+        if each.needs_closure:
+            raise refusal_of_closure(optimizer)
+        if each.sent_by and not is_alone:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} talks to other ranks in its step ({each.sent_by}), and shardwise "
+                "does that. Use its class for one process: each matrix is then updated on one rank, for all"
+            )
+
+
+def check_apart(every: Sequence[OptimizerTraits], *, instead: str) -> None:
+    """Raise OptimizerError for an optimizer whose update of one parameter depends on the others.
+
+    instead: what to do then.
+    """
+    for traits in every:
+        if any(each.looks_at == "group" for each in traits):
+            raise OptimizerError(
+                f"{type(traits.optimizer).__name__} cannot update parameters one by one: its update of one depends on "
+                f"the others, and each rank holds only some. {instead}"
+            )
+
+
+def work_of_wholes(every: Sequence[OptimizerTraits], inventory: Inventory) -> dict[str, int]:
+    """Of each parameter that its optimizer must see whole: the work of one update, in operations."""
+    spec_of = {spec.name: spec for spec in inventory.specs}
+    work: dict[str, int] = {}
+    for traits in every:
+        for group, kinds in zip(traits.optimizer.param_groups, traits.of_groups, strict=True):
+            if all(each.looks_at == "element" for each in kinds.values()):
+                continue
+            for parameter in group["params"]:
+                kind = kind_of(dict.get(traits.optimizer.state, parameter) or {})
+                name = inventory.name_of[parameter]
+                known = kinds.get(kind, next(iter(kinds.values())))
+                work[name] = _work(spec_of[name].global_shape, known.has_products)
+    return work
+
+
+def _work(shape: Sequence[int], has_products: bool) -> int:
+    """Of an update: as for Newton-Schulz of m x n, which has products n x m x n and n x n x n, or by elements.
+
+    What is balanced by it is a sum over parameters, so constants that all of them have do not matter.
+    """
+    size = prod(shape)
+    rows = shape[0] if shape else 1
+    short, long = sorted((rows, size // max(rows, 1)))
+    return max(1, 10 * short * short * (2 * long + short) if has_products and short > 1 else 100 * size)
