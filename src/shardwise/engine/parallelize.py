@@ -359,7 +359,6 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     let_inputs_follow(model, plan.precision)
     synchronise(model, channels.everyone, random)
     let_encoders_pad(model, plan)
-    activations = KeptActivations(model, plan, inspected.activations, random, channel)
     put_styles(model, decision.plan, channels.tensor)
     cut = [spec.name for spec in held.specs if spec.portion is not None]
     summed = SummedGradients(held.parameters, cut=cut, summed=decision.plan.summed, named=decision.plan.named)
@@ -368,29 +367,10 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
         host_gradients = HostGradients(
             tensors.buffers, channel.device, summed.may_change if channels.tensor.size > 1 else None
         )
-    gradients, passes, unshard = install(
-        model,
-        tensors.layout,
-        owned,
-        plan,
-        tensors.buffers,
-        owners=channels.owners,
-        replicas=channels.replicas,
-        counters=counters,
-        taker=host_gradients,
-    )
-    proof = Proof(
-        model,
-        decision.plan if plan.tensor.prove else NO_CUTS,
-        channels.tensor,
-        world=channel,
-        gather=None if unshard is None else unshard.holding,
-        is_followed=lambda: passes.is_followed,
-        is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
-    )
     runner = None
     if placement.num_stages > 1:
         tied = _tied_wholes(inventory, tensors.stages)
+        # It notes the styles of placed modules, which decide shapes.
         runner = PipelineRunner(
             model=model,
             placement=placement,
@@ -401,9 +381,27 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
             chains=chains_of(inventory.specs, tensors.stages),
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
-        if unshard is not None:
-            unshard.number_by(runner.microbatch)
-    activations.follow(passes, runner)
+    gradients, passes, unshard = install(
+        model,
+        tensors.layout,
+        owned,
+        plan,
+        tensors.buffers,
+        replicas=channels.replicas,
+        counters=counters,
+        microbatch=(lambda: 0) if runner is None else runner.microbatch,
+        taker=host_gradients,
+    )
+    activations = KeptActivations(model, plan, inspected.activations, random, channel, passes, runner)
+    proof = Proof(
+        model,
+        decision.plan if plan.tensor.prove else NO_CUTS,
+        channels.tensor,
+        world=channel,
+        gather=None if unshard is None else unshard.holding,
+        is_followed=lambda: passes.is_followed,
+        is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
+    )
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []

@@ -61,28 +61,36 @@ class KeptActivations:
     """The activations of one rank's model under a plan."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, modules: ActivationModules, random: KeyedRandom, channel: Channel
+        self,
+        model: nn.Module,
+        plan: Plan,
+        modules: ActivationModules,
+        random: KeyedRandom,
+        channel: Channel,
+        passes: Passes,
+        order: MicrobatchOrder | None,
     ) -> None:
-        """Wraps forwards: nothing of a plan may stand around them yet."""
+        """order: of the stages of this rank; None: one microbatch after the other."""
         asked = plan.activations
         self.number = 0
-        """Of the microbatch that is computed, counted over those of this rank; with stages see `follow`."""
+        """Of the microbatch that is computed, counted over those of this rank, where there are no stages."""
         self.transfers: HostTransfers | None = None
         """None on the CPU, where saved tensors are in host memory, and where nothing is kept on the host."""
         self.budget: ActivationBudget | None = None
         self._model = model
         self._modules = modules
         self._device = channel.device
-        self._passes = Passes()
-        self._microbatch: Callable[[], int] = lambda: self.number
-        self._in_flight: Callable[[], int] = lambda: 1
+        self._passes = passes
+        self._microbatch: Callable[[], int] = (lambda: self.number) if order is None else order.microbatch
         self._has_computed = False
         if modules.offload and channel.device.type != "cpu":
-            self.transfers = HostTransfers(model, channel.device)
+            self.transfers = HostTransfers(model, channel.device, passes, self._microbatch)
         if asked.budget_bytes is not None:
-            self.budget = ActivationBudget(
-                asked.budget_bytes, plan.mesh, channel, self.transfers, lambda: self._has_computed * self._in_flight()
-            )
+
+            def in_flight() -> int:
+                return self._has_computed * (1 if order is None else order.peak_in_flight)
+
+            self.budget = ActivationBudget(asked.budget_bytes, plan.mesh, channel, self.transfers, in_flight)
         named: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         operators = overloads_of(asked.save or ())
         warned: set[type] | None = set() if channel.rank == 0 else None
@@ -96,20 +104,9 @@ class KeptActivations:
                 self.budget.modules[name] = BudgetedModule(name, self.budget, random, again, hosted)
                 wrap(module, self.budget.modules[name])
                 continue
-            # Offload around the checkpoint: the inputs that it keeps are what is saved.
             for each in (again, hosted):
                 if each is not None:
                     wrap(module, each)
-
-    def follow(self, passes: Passes, schedule: MicrobatchOrder | None) -> None:
-        """What is built after forwards were wrapped."""
-        self._passes = passes
-        if schedule is not None:
-            self._microbatch = schedule.microbatch
-            self._in_flight = lambda: schedule.peak_in_flight
-        if self.transfers is not None:
-            self.transfers.passes = passes
-            self.transfers.microbatch = self._microbatch
 
     def measuring(self, num_microbatches: int, trained: TrainedSet) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a step that computes so many microbatches, and trains this."""

@@ -51,12 +51,12 @@ _LEAST_SHARE = 4
 class HostTransfers:
     """What one rank has moved to the host, and the stream on which it moves."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, passes: Passes, microbatch: Callable[[], int]) -> None:
+        """microbatch: gives the one that this rank works on, where a schedule mixes several."""
         self.device = device
-        self.passes = Passes()
+        self.passes = passes
         """Knows what autograd keeps of gathered parameters (stage 3)."""
-        self.microbatch: Callable[[], int] = lambda: 0
-        """Which one this rank works on, where a schedule mixes several."""
+        self._microbatch = microbatch
         self.blocks = PinnedBlocks()
         self.num_bytes = 0
         """Copied to the host so far."""
@@ -73,7 +73,7 @@ class HostTransfers:
         """The forward of a module begins: what the one before it saved is copied out meanwhile."""
         if self._last is not None:
             self._last.copy_out()
-        number = self.microbatch()
+        number = self._microbatch()
         call = HostCall(self, self._before.get(number))
         self._before[number] = call
         return call

@@ -112,7 +112,7 @@ class FlatParams:
         """Whether masters are in the memory of the host, and working copies in that of a device."""
         self.ownership = ownership
         self.owner = owners.rank
-        self._owners = owners
+        self.owners = owners
         self.owned: list[Owned] = []
         """Trainable stretches only; frozen masters are held for the checkpoint."""
         self.updated = self.owned
@@ -302,7 +302,7 @@ class FlatParams:
     @property
     def is_shared(self) -> bool:
         """Whether some of the values here are of other owners."""
-        return self._owners.size > 1
+        return self.owners.size > 1
 
     @property
     def publishes_in_parts(self) -> bool:
@@ -310,7 +310,7 @@ class FlatParams:
         if self.is_offloaded:
             return sum(each.plan.trainable for each in self.buckets) > 1
         whole = sum(each.plan.trainable and not isinstance(each, ShardedBucket) for each in self.buckets)
-        return self._owners.size > 1 and self._owners.progresses_alone and whole > 1
+        return self.owners.size > 1 and self.owners.progresses_alone and whole > 1
 
     def bucket_of(self, owned: Owned) -> int:
         """The number of the bucket in which an owned stretch is."""
@@ -345,7 +345,7 @@ class FlatParams:
     def settle(self) -> None:
         """Wait until no device reads the host's memory any more: somebody else than an update is about to write."""
         if self.is_offloaded:
-            synchronize(self._owners.device)
+            synchronize(self.owners.device)
 
     def publish_restored(self, counters: Counters) -> None:
         """Publish masters that were written from outside, frozen ones too."""
@@ -369,11 +369,11 @@ class FlatParams:
             bucket.publish()
             counters.cast_elements += bucket.num_owned if bucket.is_cast else 0
             # What is sharded is not sent here: the next forward gathers each unit, perhaps several times.
-            if self._owners.size > 1 and not isinstance(bucket, ShardedBucket):
+            if self.owners.size > 1 and not isinstance(bucket, ShardedBucket):
                 counters.all_gathers += 1
                 # Begun for all buckets before the first is waited for: one bucket travels while the next is cast.
                 works.append(
-                    self._owners.all_gather(
+                    self.owners.all_gather(
                         bucket.working, bucket.part, counts=bucket.plan.counts, purpose=f"{subject} {index}"
                     )
                 )

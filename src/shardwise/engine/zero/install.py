@@ -7,7 +7,7 @@ stage   parameters                           gradients (`GradReduce`)   around m
         of the pipeline: WholeBucket
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -108,37 +108,38 @@ def install(
     plan: Plan,
     params: FlatParams,
     *,
-    owners: Channel,
     replicas: Channel,
     counters: Counters,
+    microbatch: Callable[[], int],
     taker: HostGradients | None = None,
 ) -> tuple[GradReduce, Passes, Unshard | None]:
     """How gradients are reduced, what data ranks do around microbatches, and what gathers units: chosen here, once, by
     the stage.
 
-    taker: gets the owned part of each bucket as soon as it is reduced.
+    microbatch: gives the one that this rank works on, where a schedule mixes several. taker: gets the owned part of
+        each bucket as soon as it is reduced.
     """
     gradients = GradReduce(
         inventory.parameters,
         layout,
         plan.precision,
-        owners=owners,
+        owners=params.owners,
         replicas=replicas,
         counters=counters,
         taker=taker,
     )
     if layout.stage < 3:
-        # Wrappers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
+        # Layers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
         return gradients, gradients if gradients.moves_in_step else Passes(), None
     unshard = Unshard(
         params,
         gradients,
         layout.units.units,
         inventory.parameters,
-        owners=owners,
         counters=counters,
         stage_of=layout.stage_of,
         keeps=plan.sharding.keep_gathered,
+        microbatch=microbatch,
     )
     # A tie: several modules need one unit, which is gathered around each; and one module may need several.
     needed: dict[nn.Module, list[GatheredUnit]] = {}

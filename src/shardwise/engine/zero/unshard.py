@@ -44,7 +44,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shardwise.comm import Channel
 from shardwise.comm.agreement import understood
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.passes import Backward, Joint, Passes, unpack
@@ -86,21 +85,21 @@ class Unshard(Passes):
         units: Sequence[Unit],
         parameters: Mapping[str, nn.Parameter],
         *,
-        owners: Channel,
         counters: Counters,
         stage_of: Mapping[str, int],
         keeps: bool,
+        microbatch: Callable[[], int],
     ) -> None:
-        """`keeps`: what was gathered once stays until the end of the pass."""
+        """`keeps`: what was gathered once stays until the end of the pass. microbatch: the one of this rank's calls."""
         self._params = params
         self._reads_in_place = any(each.reads_in_place for each in params.sharded)
         self._gradients = gradients
-        self._owners = owners
+        self._owners = params.owners
         self._counters = counters
         self.task = _NO_TASK
         """See `UnitCall`."""
         self.residency = Residency(keeps=keeps, ahead=all(each.arrives_alone for each in params.sharded))
-        self._microbatch: Callable[[], int] = lambda: 0
+        self._microbatch = microbatch
         self._bucket_at = {bucket.plan.slots[0].name: at for at, bucket in enumerate(params.sharded)}
         """The number of a bucket, by its first parameter."""
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
@@ -304,10 +303,6 @@ class Unshard(Passes):
             return "the microbatch ends"
         phase, number = about
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
-
-    def number_by(self, microbatch: Callable[[], int]) -> None:
-        """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
-        self._microbatch = microbatch
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
         """How often each unit is gathered in an update.
