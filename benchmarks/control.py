@@ -49,16 +49,19 @@ from shardwise.comm.rank_values import RankValues
 from shardwise.comm.rendezvous import Rendezvous
 from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.tree import place_in_tree, relay_neighbours
+from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.forward.passes import Joint
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
+    StepFlags,
     batch_compared,
     exchange_step,
     merge_weights,
     parts_of_opening,
 )
-from shardwise.engine.step.figures import FigureMaking, RankFigures, Surroundings
+from shardwise.engine.step.figures import Divisors, FigureMaking, RankFigures, Surroundings
+from shardwise.engine.step.loss_entries import LossEntries
 from shardwise.engine.telemetry.rank_times import RankTimes
 from shardwise.plan import Merge, Plan
 from shardwise.space import Mesh
@@ -235,10 +238,11 @@ class StepSaid:
             # Ranks along tp have one loss.
             "figures": [bytes(8), b"", struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random())],
             "times": self._times(rank, chance),
-            "touched": [at // per_stage == stage for at in range(PARAMETERS)],
-            "changed_buffers": [],
-            "written": [False] * PARAMETERS,
-            "stop": False,
+            "mine": StepFlags(
+                touched=[at // per_stage == stage for at in range(PARAMETERS)],
+                changed_buffers=[],
+                written=[False] * PARAMETERS,
+            ),
         }
 
     def _times(self, rank: int, chance: random.Random) -> list[bytes]:
@@ -270,9 +274,9 @@ class Listening:
 def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float, float, int]:
     """Of all that a step does around its two exchanges, and the bytes that a rank gives in both."""
     opens, closes = said.opening(rank), said.closing(rank)
+    data_rank, losses = said.ranks.data_ranks[rank], [MicrobatchLoss(torch.zeros(()), {})] * MICROBATCHES
     around = Surroundings(
         world=alone(),
-        data_rank=said.ranks.data_ranks[rank],
         ranks=said.ranks,
         are_whole=False,
         dtypes=(torch.float32,) * PARAMETERS,
@@ -285,24 +289,22 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
             agreement.parts = parts_of_opening(**opens)
         weighting, _ = merge_weights(channel, agreement.of_parts, [], same_count=True, ranks=said.ranks)
         assert weighting.joint == [Joint.ALL] * MICROBATCHES
-        assert len(weighting.factors(around.data_rank)) == MICROBATCHES
+        assert len(weighting.factors(data_rank)) == MICROBATCHES
         closing = exchange_step(channel, **closes)
         # What a rank says of its gradients is in `closes`; here they are not.
         own = RankFigures(
-            losses=[],
-            weighting=weighting,
+            losses=LossEntries(losses, weighting, data_rank),
             weights=None,
             digests={},
             parts=[],
-            divisor=weighting.num_microbatches,
-            scale=None,
+            divisors=Divisors(weighting.num_microbatches, None),
             runs=[],
             norms=None,
             used={},
         )
         made = figures.made(own, closing.figures)
         assert made.is_finite
-        assert not closing.stop
+        assert not closing.flags.stop
 
     def closing_parts(rank: int) -> Sequence[bytes]:
         listening = Listening()

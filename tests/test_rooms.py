@@ -16,6 +16,9 @@ SOURCE = REPOSITORY / "src"
 PURE = ("space", "plan", "rewrite", "words", "errors", "keepers", "launchers", "train/config")
 DRAWERS = frozenset({"util", "helper", "common", "base", "misc", "manager", "handler", "wrapper", "context", "impl"})
 MAX_LINES = 700
+MAX_ARGUMENTS = 8
+RECORDS = {"StepReport", "RankTimes"}
+"""Users read them field by field."""
 
 
 def modules_under(source: Path, rooms: tuple[str, ...]) -> list[str]:
@@ -189,6 +192,27 @@ def test_no_two_classes_of_a_room_have_one_name() -> None:
         for name in re.findall(r"^ *class _?(\w+)[(:]", path.read_text(encoding="utf-8"), re.MULTILINE):
             found.setdefault((path.parent, name), []).append(path)
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def arguments_of(class_: ast.ClassDef) -> list[str]:
+    """The arguments of a class's constructor, which a dataclass has from its fields."""
+    for node in class_.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            given = node.args
+            return [each.arg for each in (*given.posonlyargs, *given.args[1:], *given.kwonlyargs)]
+    if not any("dataclass" in ast.unparse(each) for each in class_.decorator_list):
+        return []
+    fields = [node for node in class_.body if isinstance(node, ast.AnnAssign)]
+    return [ast.unparse(each.target) for each in fields if "init=False" not in ast.unparse(each)]
+
+
+def test_no_constructor_of_the_engine_takes_many_arguments() -> None:
+    """A few values that mean something do."""
+    files = sorted((SOURCE / "shardwise" / "engine").rglob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    counts = {node.name: len(arguments_of(node)) for node in nodes if isinstance(node, ast.ClassDef)}
+    assert counts["RankParts"] > 4
+    assert {name for name, count in counts.items() if count > MAX_ARGUMENTS} == RECORDS
 
 
 def test_source_files_keep_the_rules_of_the_house() -> None:

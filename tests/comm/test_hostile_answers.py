@@ -21,6 +21,7 @@ from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
+    StepFlags,
     Weighting,
     batch_compared,
     exchange_step,
@@ -93,14 +94,11 @@ def of_weights(answer: bytes) -> None:
 def of_a_step(answer: bytes) -> None:
     answered = exchange_step(
         Answering(answer),  # type: ignore[arg-type]
+        StepFlags(touched=[True, False], changed_buffers=[False], written=[True]),
         figures=[bytes(16), b""],
         times=[bytes(8), b""],
-        touched=[True, False],
-        changed_buffers=[False],
-        written=[True],
-        stop=False,
     )
-    assert (len(answered.touched), [len(each) for each in answered.figures]) == (2, [2, 2])
+    assert (len(answered.flags.touched), [len(each) for each in answered.figures]) == (2, [2, 2])
     rows_in(answered.figures[0], [[[]], [[]]], [1, 1], purpose="losses")
 
 

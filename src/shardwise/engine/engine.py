@@ -20,7 +20,7 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any, Generic, NoReturn, overload
+from typing import Any, Generic, NoReturn, cast, overload
 
 import torch
 from torch import nn
@@ -48,10 +48,9 @@ from shardwise.engine.metrics.evaluation_exchange import exchange_evaluation, pa
 from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.model.plan_sizes import PlanSizes
 from shardwise.engine.model.rank_parts import Asked, RankParts
-from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, placed, state_of
+from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, state_of
 from shardwise.engine.model.whole import whole_inside
 from shardwise.engine.optimizers.known import KnownOptimizer
-from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.step.channels import stopping_peers
@@ -64,6 +63,7 @@ from shardwise.engine.step.reports import EvaluationReport, StepReport, report_o
 from shardwise.engine.step.trained_batches import TrainedBatches
 from shardwise.engine.telemetry.step_meter import step_meter
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
+from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Traffic
 from shardwise.plan.optimizer_entries import NumberedParameter
@@ -81,23 +81,20 @@ class Engine(Generic[Model_co]):
 
     def __init__(
         self,
+        rank: RankParts,
         *,
-        model: Model_co,
         rebuild: Callable[[Asked], "Engine[Model_co]"],
         refit: Callable[["Engine[Any]"], None],
-        rank: RankParts,
-        sizes: PlanSizes,
-        matrices: MatrixUpdates | None,
     ) -> None:
         """`refit`: see `relayout.refit`."""
         self._rank = rank
-        self.model = model
+        self.model = cast("Model_co", rank.model)
         """The object that was given to `parallelize`. Its parameters are this rank's working copies."""
         self.plan = rank.plan
         """The plan under which it trains."""
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(known.optimizer for known in rank.optimizers)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(known.optimizer for known in rank.updates.optimizers)
         """The optimizers over this rank's masters; attach torch's learning-rate schedulers to them."""
-        self.counters = rank.counters
+        self.counters = rank.updates.counters
         """Updates, collectives and casts since `parallelize` returned."""
         self.rebuild = rebuild
         """Puts the model under a plan once more: `parallelize.parallelize_with`, for `sw.relayout`."""
@@ -117,20 +114,20 @@ class Engine(Generic[Model_co]):
         """Called before each update, while `p.grad` of the model is that of a plain program, or refuses to be read."""
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = rank.channels
-        self._buffers = rank.buffers
-        self._packed = PackedPlaces(model)
-        self._gradients = rank.gradients
-        self._sizes = sizes
-        self.tensor_decision = rank.tensor_decision
+        self._buffers = rank.tensors.buffers
+        self._packed = PackedPlaces(rank.model)
+        self._gradients = rank.gradients.reduced
+        self._sizes = PlanSizes(rank)
+        self.tensor_decision = rank.computation.forwards.decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
         names = rank.names
-        self._writes = ForwardWrites(model, names.specs, rank.plan.mesh, rank.channels.world, rank.buffers)
+        self._writes = ForwardWrites(rank.model, names.specs, rank.plan.mesh, rank.channels.world, self._buffers)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
         self._contents = ModelContents(
-            model, [rank.inventory, rank.ties.held], ties=names.ties, trainable=names.trainable
+            rank.model, [rank.tensors.owned, rank.tensors.ties.held], ties=names.ties, trainable=names.trainable
         )
-        self._trained = TrainedParameters(rank.groups, names.trainable, self._contents)
+        self._trained = TrainedParameters(names.groups, names.trainable, self._contents)
         self._has_gradients = False
         # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
         # repeats it.
@@ -139,7 +136,7 @@ class Engine(Generic[Model_co]):
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._meter = step_meter(rank.channels.world)
         self._opening = StepOpening(rank)
-        self._closing = StepClosing(rank, writes=self._writes, meter=self._meter, matrices=matrices)
+        self._closing = StepClosing(rank, writes=self._writes, meter=self._meter)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -210,7 +207,7 @@ class Engine(Generic[Model_co]):
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
-        refuse_inside(self._rank.averages, "engine.step")
+        refuse_inside(self._rank.updates.averages, "engine.step")
         self._meter.begin()
         parts, weights, weighting = self._opening.open(
             batch,
@@ -259,17 +256,17 @@ class Engine(Generic[Model_co]):
             # Each one in every step, whatever another says: a loop with callbacks also notes the learning rates then.
             asks = [asked() for asked in (stop, *self._asks_to_stop) if asked]
             closing, figures = self._closing.close(gives, stop=any(asks), see=(see := self.see_gradients))
-            self.asked_to_stop = closing.stop
-            self._closing.update(closing, figures, gradients, see)
+            self.asked_to_stop = closing.flags.stop
+            self._closing.update(closing.flags, figures, gradients, see)
             if scaling is not None:
                 scaling.learn(figures)
             changed = {
                 # A module that two stages use (a tied block) may have changed on both. The first rank, and so the
                 # first stage, decides: all ranks choose alike.
-                at: self._rank.ranks.stages[rank]
+                at: self._channels.ranks.stages[rank]
                 for at, rank in closing.changed_buffers.items()
             }
-            self._rank.model_buffers.synchronise(
+            self._rank.tensors.model_buffers.synchronise(
                 self._channels.everyone, self._channels.pipeline, changed, self.counters
             )
         self.trained_batches.tell(batch)
@@ -293,7 +290,7 @@ class Engine(Generic[Model_co]):
                 **({} if asked is None or norms is None else {"norms": asked.reported(figures.norms, trained)}),
             },
             num_microbatches=len(parts),
-            stop=closing.stop,
+            stop=closing.flags.stop,
             is_scaled=scale is not None,
             has_norms=norms is not None,
             times=closing.times,
@@ -331,7 +328,7 @@ class Engine(Generic[Model_co]):
             given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, counting)
         # Outside of the block: what is refused here is refused by all ranks, and none has to stop the others.
         return exchange_evaluation(
-            given, channel=self._channels.world, weighting=weighting, ranks=self._rank.ranks, metrics=counting
+            given, channel=self._channels.world, weighting=weighting, ranks=self._channels.ranks, metrics=counting
         )
 
     @overload
@@ -393,7 +390,7 @@ class Engine(Generic[Model_co]):
     @property
     def num_averaged(self) -> int:
         """How often weights were averaged, the same on all ranks; 0 for a plan without an average."""
-        return 0 if self._rank.averages is None else self._rank.averages.num_averaged
+        return 0 if self._rank.updates.averages is None else self._rank.updates.averages.num_averaged
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -405,7 +402,7 @@ class Engine(Generic[Model_co]):
         Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
         inside.
         """
-        averages = check_in_place(self._rank.averages, self.channel, partial(self._check_model, reads_all=True))
+        averages = check_in_place(self._rank.updates.averages, self.channel, partial(self._check_model, reads_all=True))
         with averages.in_place(self.channel, partial(self._buffers.adopt_writes, reads_all=True), self._publish):
             yield
 
@@ -417,7 +414,7 @@ class Engine(Generic[Model_co]):
         self._check_turn()
         self._closing.judge()
         self._packed.restore()
-        refuse_moved([*self._buffers.moved(), *self._rank.ties.moved()])
+        refuse_moved([*self._buffers.moved(), *self._rank.tensors.ties.moved()])
         self._buffers.adopt_writes(reads_all=True)
         # After `adopt_writes`: masters would be saved without what `load_state_dict` wrote to working copies.
         return state_of(self._rank, self._known_optimizers)
@@ -429,7 +426,7 @@ class Engine(Generic[Model_co]):
         next step begins; before the first there are none. Of parameters that no microbatch used, they are zero; those
         that the step did not train (`only`, frozen) have none.
         """
-        spec_of = {spec.name: spec for spec in self._rank.inventory.specs}
+        spec_of = {spec.name: spec for spec in self._rank.tensors.owned.specs}
         pieces: dict[Piece, torch.Tensor] = {}
         # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
         gradients = self._gradients.views_of(self._closing.owned) if self._has_gradients else {}
@@ -446,18 +443,18 @@ class Engine(Generic[Model_co]):
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
         self._check_turn()
-        name_of = self._buffers.name_of()
+        name_of = self._rank.updates.name_of()
         of_model = {
             "plan": self.plan.text(),
             "ties": self._rank.names.ties,
             **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
-        if self._rank.averages is not None and self._rank.averages.are_in:
+        if self._rank.updates.averages is not None and self._rank.updates.averages.are_in:
             return of_model  # as `state`: a run does not go on from averages with the moments of other weights
         return of_model | {
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             **to_settings(self._computation.loss_scale),
-            **averages_to_settings(self._rank.averages),
+            **averages_to_settings(self._rank.updates.averages),
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
         }
 
@@ -469,7 +466,7 @@ class Engine(Generic[Model_co]):
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
             if needs_weights:
-                refuse_inside(self._rank.averages, doing)
+                refuse_inside(self._rank.updates.averages, doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -511,11 +508,11 @@ class Engine(Generic[Model_co]):
             only = (only,)
         which: Any = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload, "only": only}
         restore = partial(self.restore, doing="engine.whole() with writes inside")
-        return whole_inside(hand_over, restore, self._rank.plain_calls, **which)
+        return whole_inside(hand_over, restore, self._rank.updates.plain_calls, **which)
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, the thread is its caller's: a forward of a step waits, in another greenlet."""
-        return self._rank.plain_calls.reads.turned(self._computation.paused(), on=True)
+        return self._rank.updates.plain_calls.reads.turned(self._computation.paused(), on=True)
 
     def take_charge(self, *, frozen: Collection[str] = ()) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`.
@@ -525,7 +522,7 @@ class Engine(Generic[Model_co]):
         with DisableTorchFunctionSubclass():  # at rest or not
             for name in frozen:
                 self._contents.parameters[name].requires_grad_(False)
-        self._rank.plain_calls.refuse()
+        self._rank.updates.plain_calls.refuse()
 
     def names(self) -> list[str]:
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
@@ -555,7 +552,7 @@ class Engine(Generic[Model_co]):
         for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
         CheckpointError for settings that are not understood.
         """
-        refuse_inside(self._rank.averages, doing)
+        refuse_inside(self._rank.updates.averages, doing)
         self._check_model(reads_all=True)  # what was written from outside would come over the values that are read
         return EngineRestoration(
             self._rank,
@@ -582,14 +579,14 @@ class Engine(Generic[Model_co]):
     def _check_turn(self) -> None:
         if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
-        self._rank.plain_calls.check_left()
+        self._rank.updates.plain_calls.check_left()
 
     def _check_model(self, *, reads_all: bool = False) -> None:
         self._check_turn()
         self._packed.restore()
         self._contents.check()
-        self._added = self._rank.plain_calls.added(self._contents.parameters)
-        refuse_moved([*self._buffers.moved(), *self._rank.ties.moved()])
+        self._added = self._rank.updates.plain_calls.added(self._contents.parameters)
+        refuse_moved([*self._buffers.moved(), *self._rank.tensors.ties.moved()])
         self._buffers.adopt_writes(reads_all=reads_all)
 
     def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
@@ -608,7 +605,7 @@ class Engine(Generic[Model_co]):
 
     @property
     def _known_optimizers(self) -> tuple[KnownOptimizer, ...]:  # with what came into their groups since
-        known, added = self._rank.optimizers, self._added
+        known, added = self._rank.updates.optimizers, self._added
         return tuple(each.taking_in(added.get(at, {})) for at, each in enumerate(known)) if added else known
 
     def _check_unfrozen(self) -> None:
@@ -624,8 +621,8 @@ class Engine(Generic[Model_co]):
         """Give all ranks the values that their owners have, as after an update."""
         with self._stopping_peers("engine.averaged()"):
             self._buffers.publish(self.counters)
-            self._rank.ties.publish()
+            self._rank.tensors.ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
-        return self._rank.plain_calls.reads.turned(stopping, on=False)
+        return self._rank.updates.plain_calls.reads.turned(stopping, on=False)

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -50,8 +50,15 @@ from shardwise.engine.guards.forward_writes import ModelBuffers
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.batch_statistics import synchronise, synchronised_in
 from shardwise.engine.model.meta_init import Initialisation
-from shardwise.engine.model.plan_sizes import PlanSizes
-from shardwise.engine.model.rank_parts import Asked, ModelNames, RankParts, ValueSource
+from shardwise.engine.model.rank_parts import (
+    Asked,
+    ModelNames,
+    RankGradients,
+    RankParts,
+    RankTensors,
+    RankUpdates,
+    ValueSource,
+)
 from shardwise.engine.optimizers.known import (
     KnownOptimizer,
     OptimizerSource,
@@ -72,9 +79,8 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stages import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
-from shardwise.engine.step.channels import EngineChannels, RankGroups
-from shardwise.engine.step.computation import Computation
-from shardwise.engine.step.loss_parameters import LossParameters
+from shardwise.engine.step.channels import EngineChannels
+from shardwise.engine.step.computation import Computation, Forwards
 from shardwise.engine.step.norm_parts import clipped_parts
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.rule_inference import TensorDecision
@@ -86,10 +92,11 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
-from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
 from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
+from shardwise.engine.zero.unshard import Unshard
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Ownership, Placement, Plan
 from shardwise.plan.units import Units
@@ -145,11 +152,9 @@ def parallelize(
     # A failure of one rank alone (no memory, a bug in a module) aborts: the others are in a collective or on the way.
     with aborting(channel, "parallelize"):
         asked = Asked(
-            model=model,
+            loss=LossOfModel(model, loss, BatchRows(rows), loss_weight),
             plan=plan,
             optimizer=optimizer,
-            loss=LossOfModel(model, loss, BatchRows(rows)),
-            loss_weight=loss_weight,
             channel=channel,
             seed=seed,
             sample=sample,
@@ -194,7 +199,7 @@ class _Inspected:
 
 def _inspect(asked: Asked) -> _Inspected:
     """Look at the model and the optimizer. Raises what is wrong with them on this rank."""
-    model, plan, channel = asked.model, asked.plan, asked.channel
+    model, plan, channel = asked.loss.model, asked.plan, asked.channel
     plan.mesh.check_world(channel.size)
     if asked.seed is not None and type(asked.seed) is not int:
         raise PlanError(f"seed: {asked.seed!r} is not a whole number; None takes the one of torch.manual_seed")
@@ -264,8 +269,8 @@ class _AgreedTerms:
 
 def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     """Compare with the other ranks, and decide with them. Raises the same error on all."""
-    model, plan, channel, inventory = asked.model, asked.plan, asked.channel, inspected.inventory
-    placement, decision, values = asked.placement, asked.decision, asked.values
+    model, plan, channel, inventory = asked.loss.model, asked.plan, asked.channel, inspected.inventory
+    placement, decision, values = asked.settled.placement, asked.settled.decision, asked.settled.values
     compare(
         channel,
         plan.text().splitlines(),
@@ -329,32 +334,26 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
 # [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _KeptTensors:
-    """What this rank keeps of the model, and where it is."""
+class _Kept(NamedTuple):
+    """What is left of the model and its optimizers on this rank."""
 
     inventory: Inventory
     """All parameters of the model."""
-    held: Inventory
-    """The parameters with which this rank computes."""
-    owned: Inventory
-    """The parameters whose gradients end on its stage."""
     stages: StageParameters
-    layout: OwnedLayout
-    buffers: FlatParams
-    ties: StageTies
-    model_buffers: ModelBuffers
+    tensors: RankTensors
     optimizers: tuple[KnownOptimizer, ...]
+    updated: Sequence[Owned]
+    """What they have."""
     matrices: MatrixUpdates | None
 
 
 def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[Any]:
-    model, plan, channel, counters = asked.model, asked.plan, asked.channel, asked.counters
+    model, plan, channel, counters = asked.loss.model, asked.plan, asked.channel, asked.settled.counters
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     random = KeyedRandom(model, channel.device, terms.seed)
-    tensors = _keep_own(asked, inspected, terms, channels)
-    inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
+    inventory, stages, tensors, optimizers, updated, matrices = _keep_own(asked, inspected, terms, channels)
+    held, buffers = tensors.held, tensors.buffers
     # Layers of forwards stand at their `Place`, whatever the order of these calls.
     let_inputs_follow(model, plan.precision)
     synchronise(model, channels.everyone, random)
@@ -363,14 +362,12 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     cut = [spec.name for spec in held.specs if spec.portion is not None]
     summed = SummedGradients(held.parameters, cut=cut, summed=decision.plan.summed, named=decision.plan.named)
     host_gradients = None
-    if tensors.buffers.is_offloaded:
-        host_gradients = HostGradients(
-            tensors.buffers, channel.device, summed.may_change if channels.tensor.size > 1 else None
-        )
+    if buffers.is_offloaded:
+        host_gradients = HostGradients(buffers, channel.device, summed.may_change if channels.tensor.size > 1 else None)
     runner = None
     if placement.num_stages > 1:
-        tied = _tied_wholes(inventory, tensors.stages)
-        # It notes the styles of placed modules, which decide shapes.
+        tied = _tied_wholes(inventory, stages)
+        # After the styles: it notes those of placed modules, which decide shapes.
         runner = PipelineRunner(
             model=model,
             placement=placement,
@@ -378,35 +375,42 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
             channel=channels.pipeline,
             random=random,
             ties=tensors.ties,
-            chains=chains_of(inventory.specs, tensors.stages),
+            chains=chains_of(inventory.specs, stages),
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
-    gradients, passes, unshard = install(
+    gradients, passes = install(
         model,
         tensors.layout,
-        owned,
+        tensors.owned,
         plan,
-        tensors.buffers,
+        buffers,
         replicas=channels.replicas,
         counters=counters,
         microbatch=(lambda: 0) if runner is None else runner.microbatch,
         taker=host_gradients,
-    )
-    activations = KeptActivations(model, plan, inspected.activations, random, channel, passes, runner)
-    proof = Proof(
-        model,
-        decision.plan if plan.tensor.prove else NO_CUTS,
-        channels.tensor,
-        world=channel,
-        gather=None if unshard is None else unshard.holding,
-        is_followed=lambda: passes.is_followed,
-        is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
+    forwards = Forwards(
+        random=random,
+        runner=runner,
+        passes=passes,
+        activations=KeptActivations(model, plan, inspected.activations, random, channel, passes, runner),
+        decision=decision,
+        proof=Proof(
+            model,
+            decision.plan if plan.tensor.prove else NO_CUTS,
+            channels.tensor,
+            world=channel,
+            gather=passes.holding if isinstance(passes, Unshard) else None,
+            is_followed=lambda: passes.is_followed,
+            is_local=lambda name: runner is None or any(_is_within(name, each) for each in placement.modules),
+        ),
+        on_loss=watchers,
+    )
     owns_all = channels.owners.size * placement.num_stages == 1 and not (cut or tensors.layout.ownership.homes)
     rank = RankParts(
         model=model,
@@ -416,51 +420,28 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
             trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
             ties=inventory.ties(),
             specs=inspected.inventory.specs,
+            groups=inspected.groups,
         ),
-        inventory=owned,
         channels=channels,
-        ranks=RankGroups.of(plan),
-        computation=Computation(
-            model=model,
-            loss=asked.loss,
-            random=random,
-            runner=runner,
-            plan=plan,
-            channel=channel,
-            passes=passes,
-            on_loss=watchers,
-            proof=proof,
-            activations=activations,
-            loss_parameters=LossParameters(model, channels),
+        tensors=tensors,
+        gradients=RankGradients(reduced=gradients, on_host=host_gradients, summed=summed),
+        updates=RankUpdates(
+            optimizers=optimizers,
+            updated=updated,
+            matrices=matrices,
+            averages=None if plan.average is None else WeightAverages(plan.average, buffers),
+            plain_calls=PlainCalls(
+                model,
+                inspected.optimizers,
+                cut=[held.parameters[name] for name in cut],
+                owns_all=owns_all,
+                master_of=MasterOf(model, inventory, updated, owns_all=owns_all),
+            ),
+            counters=counters,
         ),
-        loss_weight=asked.loss_weight,
-        buffers=tensors.buffers,
-        gradients=gradients,
-        host_gradients=host_gradients,
-        ties=tensors.ties,
-        model_buffers=tensors.model_buffers,
-        optimizers=tensors.optimizers,
-        averages=None if plan.average is None else WeightAverages(plan.average, tensors.buffers),
-        summed=summed,
-        plain_calls=PlainCalls(
-            model,
-            inspected.optimizers,
-            cut=[held.parameters[name] for name in cut],
-            owns_all=owns_all,
-            master_of=MasterOf(model, inventory, tensors.buffers.updated, owns_all=owns_all),
-        ),
-        tensor_decision=decision,
-        groups=inspected.groups,
-        counters=counters,
+        computation=Computation(asked.loss, plan, channels, forwards),
     )
-    sizes = PlanSizes(
-        rank,
-        tensors.layout,
-        unshard=unshard,
-        frozen_bytes=tensors.held.num_bytes(but=[tensors.buffers.holds, tensors.ties.held.parameters.__contains__]),
-        matrices=tensors.matrices,
-    )
-    return Engine(model=model, rebuild=parallelize_with, refit=refit, rank=rank, sizes=sizes, matrices=tensors.matrices)
+    return Engine(rank, rebuild=parallelize_with, refit=refit)
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
@@ -474,10 +455,10 @@ def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels) -> _KeptTensors:
+def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels) -> _Kept:
     """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters."""
-    model, plan = asked.model, asked.plan
-    device, coordinate = channels.world.device, channels.pipeline.rank
+    model, plan = asked.loss.model, asked.plan
+    device, coordinate, counters = channels.world.device, channels.pipeline.rank, asked.settled.counters
     waiting = inspected.inventory.waiting()
     inventory = inspected.inventory.cut({**terms.decision.plan.portions(channels.tensor.rank), **inspected.given})
     stages = assign_parameters(model, inventory, terms.placement)
@@ -525,20 +506,20 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         waiting=waiting,
         offload=plan.sharding.offload,
     )
-    matrices = None
+    updated, matrices = buffers.owned, None
     if homes is not None and layout.ownership.homes:
         matrices = MatrixUpdates(buffers, owned, homes)
-        buffers.updated = matrices.updated
+        updated = matrices.updated
 
     def keep_gradients(parameters: Mapping[str, nn.Parameter], ownership: Ownership, alone: Channel) -> GradReduce:
         # Like those of any parameter, with this rank as the only owner: nothing is reduced.
         own = OwnedLayout(ownership=ownership)
-        return GradReduce(parameters, own, plan.precision, owners=alone, replicas=alone, counters=asked.counters)
+        return GradReduce(parameters, own, plan.precision, owners=alone, replicas=alone, counters=counters)
 
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, keep_gradients=keep_gradients, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.
-    swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), buffers.updated)
+    swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), updated)
     if terms.values is not None:
         # Buffers of other stages stay without values here.
         here = {name for name, each in model.named_buffers() if not each.is_meta}
@@ -549,18 +530,10 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     has_copies = plan.mesh.size > plan.mesh.pp
     buffers.watch({name for name in owned.parameters if has_copies or len(stages.users(name)) > 1})
     model_buffers.settle(channels.everyone, channels.pipeline)  # it remembers values, so all are here by now
-    return _KeptTensors(
-        inventory=inventory,
-        held=held,
-        owned=owned,
-        stages=stages,
-        layout=layout,
-        buffers=buffers,
-        ties=ties,
-        model_buffers=model_buffers,
-        optimizers=optimizers,
-        matrices=matrices,
+    tensors = RankTensors(
+        held=held, owned=owned, layout=layout, buffers=buffers, ties=ties, model_buffers=model_buffers
     )
+    return _Kept(inventory, stages, tensors, optimizers, updated, matrices)
 
 
 @torch.no_grad()

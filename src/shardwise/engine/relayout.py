@@ -29,7 +29,7 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import exchange, named_places, take_over, with_values
 from shardwise.engine.forward.kept_objects import aliases_in, take_along
 from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
-from shardwise.engine.model.rank_parts import Asked
+from shardwise.engine.model.rank_parts import Asked, Settled
 from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.model.state_of_all import merged_settings, sources_of, stored_of_all, targets_of
 from shardwise.engine.optimizers.known import of_no_parameter
@@ -70,7 +70,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
     handed = engine.hand_over()
     channel = handed.rank.channels.world
     swapped: Swapped = []
-    engine._rank.plain_calls.reads.turn(on=False)
+    engine._rank.updates.plain_calls.reads.turn(on=False)
     with aborting(channel, "relayout"), _going_back(engine, handed, swapped):
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
@@ -81,21 +81,21 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)
         has_cuts = plan.mesh.tp > 1 and (plan.mesh.tp, plan.tensor) == (old.mesh.tp, old.tensor)
         asked = Asked(
-            model=engine.model,
+            loss=handed.rank.computation.loss,
             plan=plan,
             optimizer=tuple(known.optimizer for known in handed.optimizers),
-            loss=handed.rank.computation.loss,
-            loss_weight=handed.rank.loss_weight,
             channel=channel,
             seed=settings["random"]["seed"],
             sample=None,
             groups=handed.groups,
-            # Initialising the emptied model would be work for nothing: the move overwrites all.
-            values=Later(),
-            # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
-            placement=runner.placement if runner is not None and has_stages else None,
-            decision=engine.tensor_decision if has_cuts else None,
-            counters=counters or Counters(),
+            settled=Settled(
+                # Initialising the emptied model would be work for nothing: the move overwrites all.
+                values=Later(),
+                # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
+                placement=runner.placement if runner is not None and has_stages else None,
+                decision=engine.tensor_decision if has_cuts else None,
+                counters=counters or Counters(),
+            ),
         )
         new = engine.rebuild(asked)
         restoration = _restoration(channel, new, stored, settings)
@@ -240,5 +240,5 @@ def _going_back(engine: Engine[Any], handed: HandOver, swapped: Swapped) -> Iter
             optimizer.state.update(state)
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
-        engine._rank.plain_calls.reads.turn(on=True)
+        engine._rank.updates.plain_calls.reads.turn(on=True)
         raise

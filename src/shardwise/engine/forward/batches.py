@@ -328,10 +328,18 @@ class LossOfModel:
     scalar). With one, it gets the inputs in the microbatch: see `_output`.
     """
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, rows: BatchRows = DIM_0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        rows: BatchRows = DIM_0,
+        weight: LossWeight | None = None,
+    ) -> None:
+        self.model = model
         self.rows = rows
         """Where the rows of its batches are."""
-        self._model = model
+        self.weight = weight
+        """What a microbatch counts; None: its rows."""
         self._loss: Callable[..., Any] | None = loss
         self.takes_output = _takes_output(loss)
         """Whether its loss is of an output, which it makes before."""
@@ -421,7 +429,7 @@ class LossOfModel:
             if any(name in self._named for name in names):
                 return self._output_of_names(fields)
         if not isinstance(microbatch, tuple | list):
-            return self._model(microbatch)
+            return self.model(microbatch)
         return self._output_of_places(microbatch)
 
     def _output_of_names(self, microbatch: Mapping[str, Any]) -> Any:
@@ -437,7 +445,7 @@ class LossOfModel:
         meant = difflib.get_close_matches(wanted, microbatch, n=1, cutoff=0.8)
         if meant not in ([], [first]):
             raise self._refusal(microbatch, f"rename {meant[0]} to {wanted}, else the model would get {first}")
-        return self._model(microbatch[first])
+        return self.model(microbatch[first])
 
     def _output_of_places(self, microbatch: Sequence[Any]) -> Any:
         num_taken = max(len(self._required), 1)
@@ -446,19 +454,19 @@ class LossOfModel:
             if isinstance(inputs, Mapping):
                 return self._output_of_names(inputs)
             if type(inputs) is tuple:
-                return self._model(*inputs)
+                return self.model(*inputs)
         if len(microbatch) < num_taken:
             raise self._refusal_of_places(microbatch, "give as many entries, or (inputs, targets)")
         # One more entry is the target. Two more may be an argument that forward can do without.
         if self._has_optional_places and len(microbatch) > num_taken + 1:
             raise self._refusal_of_places(microbatch, "say which of them are inputs: ((input, input), target)")
-        return self._model(*microbatch[:num_taken])
+        return self.model(*microbatch[:num_taken])
 
     def _called(self, microbatch: Microbatch) -> Any:
         """The output for the whole microbatch."""
         if isinstance(microbatch, Mapping):
             return self._called_by_names(microbatch, microbatch)
-        return self._model(*microbatch) if isinstance(microbatch, tuple | list) else self._model(microbatch)
+        return self.model(*microbatch) if isinstance(microbatch, tuple | list) else self.model(microbatch)
 
     def _called_by_names(self, named: Mapping[str, Any], microbatch: Mapping[str, Any]) -> Any:
         """The output for arguments of these names. Raises ModelError for names that forward cannot be called with."""
@@ -473,11 +481,11 @@ class LossOfModel:
                     f"leave out {', '.join(surplus)}, or pass loss=f(output, batch) (model.loss in a configuration): "
                     "then the model gets the entries that its forward names",
                 )
-        return self._model(**named)
+        return self.model(**named)
 
     def _has_hooks(self) -> bool:
         """Whether hooks of the user may put arguments in before the forward, or take some out."""
-        found = [hooks_before_all_forwards, forward_pre_hooks(self._model)]
+        found = [hooks_before_all_forwards, forward_pre_hooks(self.model)]
         hooks = [hook for each in (*found, forward_pre_hooks(self._inner)) for hook in each.values()]
         return not all(map(is_ours, hooks))
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from shardwise.comm.device_sums import sums_of
 from shardwise.engine.model.rank_parts import RankParts
-from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
-from shardwise.engine.zero.reduce import OwnedLayout
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.plan import Footprint, Traffic, footprint, traffic
 from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traffic
@@ -15,28 +13,22 @@ from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traf
 class PlanSizes:
     """The formulas of `plan.memory` for what this rank has."""
 
-    def __init__(
-        self,
-        rank: RankParts,
-        layout: OwnedLayout,
-        *,
-        unshard: Unshard | None,
-        frozen_bytes: int,
-        matrices: MatrixUpdates | None,
-    ) -> None:
-        """frozen_bytes: of what no flat buffer has."""
+    def __init__(self, rank: RankParts) -> None:
         channel = rank.channels.world  # the others move tensors as it does
-        self._frozen_bytes = frozen_bytes
+        tensors, passes = rank.tensors, rank.computation.forwards.passes
+        # What no flat buffer has.
+        buffered = [tensors.buffers.holds, tensors.ties.held.parameters.__contains__]
+        self._frozen_bytes = tensors.held.num_bytes(but=buffered)
         self._sums = sums_of(channel)
         self._goes_ahead = channel.progresses_alone
         self._offload = rank.plan.sharding.offload if channel.device.type != "cpu" else None
         self._plan = rank.plan
-        self._layout = layout
+        self._layout = tensors.layout
         self._owner = rank.channels.owners.rank
-        self._ties = rank.ties
-        self._unshard = unshard
+        self._ties = tensors.ties
+        self._unshard = passes if isinstance(passes, Unshard) else None
         self._runner = rank.computation.runner
-        self._matrices = matrices
+        self._matrices = rank.updates.matrices
 
     def footprint(self, num_microbatches: int) -> Footprint:
         """Bytes that the buffers take."""

@@ -1,6 +1,6 @@
 """What a rank has of a model under a plan: made once by `parallelize`, shared by all that an engine does with it."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,21 +9,22 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.averages.weight_averages import WeightAverages
-from shardwise.engine.forward.batches import Batch, LossOfModel, LossWeight
+from shardwise.engine.forward.batches import Batch, LossOfModel
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.trained_parameters import GivenGroups, Groups
 from shardwise.engine.guards.forward_writes import ModelBuffers
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.optimizers.known import KnownOptimizer, OptimizerSource
+from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.pipeline.ties import StageTies
-from shardwise.engine.step.channels import EngineChannels, RankGroups
+from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.computation import Computation
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce
+from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
 from shardwise.plan import Parameter, Placement, Plan
 
 
@@ -35,24 +36,30 @@ class ValueSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What `parallelize` was asked for, and what is known already, on all ranks."""
+class Settled:
+    """What is known before `parallelize` looks at the model, on all ranks: of an engine that had it."""
 
-    model: nn.Module
-    plan: Plan
-    optimizer: OptimizerSource
-    loss: LossOfModel
-    loss_weight: LossWeight | None
-    channel: Channel
-    seed: int | None
-    sample: Batch | None
-    groups: GivenGroups | None
     values: ValueSource | None = None
     """Of what is on the meta device; None: they are initialised."""
     placement: Placement | None = None
     """None: it is decided, as is the `decision`."""
     decision: TensorDecision | None = None
     counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What `parallelize` was asked for."""
+
+    loss: LossOfModel
+    """With the model."""
+    plan: Plan
+    optimizer: OptimizerSource
+    channel: Channel
+    seed: int | None
+    sample: Batch | None
+    groups: GivenGroups | None
+    settled: Settled = field(default_factory=Settled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,32 +72,61 @@ class ModelNames:
     """Other names of parameters: alias -> name."""
     specs: tuple[Parameter, ...]
     """All parameters, none of them cut."""
+    groups: Groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTensors:
+    """What one rank keeps of a model, and where it is."""
+
+    held: Inventory
+    """The parameters with which it computes."""
+    owned: Inventory
+    """Those of them that it owns, or owns a part of: their gradients end on its stage."""
+    layout: OwnedLayout
+    buffers: FlatParams
+    ties: StageTies
+    model_buffers: ModelBuffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGradients:
+    """How gradients get to their owners, and become whole."""
+
+    reduced: GradReduce
+    on_host: HostGradients | None
+    """Where masters are on the host."""
+    summed: SummedGradients
+    """Along tp."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankUpdates:
+    """What updates the masters of one rank."""
+
+    optimizers: tuple[KnownOptimizer, ...]
+    updated: Sequence[Owned]
+    """What they have."""
+    matrices: MatrixUpdates | None
+    averages: WeightAverages | None
+    plain_calls: PlainCalls
+    """What must not update them."""
+    counters: Counters
+
+    def name_of(self) -> dict[torch.Tensor, str]:
+        """The names of the parameters that the optimizers have."""
+        return {each.parameter: each.segment.name for each in self.updated}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParts:
-    """The parts of one rank."""
+    """One rank of a model under a plan."""
 
     model: nn.Module
     plan: Plan
     names: ModelNames
-    inventory: Inventory
-    """Of what this rank owns, or owns a part of."""
     channels: EngineChannels
-    ranks: RankGroups
+    tensors: RankTensors
+    gradients: RankGradients
+    updates: RankUpdates
     computation: Computation
-    loss_weight: LossWeight | None
-    """As `parallelize` was given it."""
-    buffers: FlatParams
-    gradients: GradReduce
-    host_gradients: HostGradients | None
-    """Where masters are on the host."""
-    ties: StageTies
-    model_buffers: ModelBuffers
-    optimizers: tuple[KnownOptimizer, ...]
-    averages: WeightAverages | None
-    summed: SummedGradients
-    plain_calls: PlainCalls
-    tensor_decision: TensorDecision
-    groups: Groups
-    counters: Counters

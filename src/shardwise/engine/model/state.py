@@ -16,7 +16,6 @@ All are views of live memory: a save copies nothing, and a load writes where tra
 """
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,9 +33,8 @@ from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer
 from shardwise.engine.step.loss_scaling import of_settings
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, load_alone, loads_as_torch_does, not_in_files
-from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.zero.flat_params import FlatParams, Owned, placed, whole
 from shardwise.errors import CheckpointError, few_of
-from shardwise.plan import Parameter, Segment
 from shardwise.plan.names import AVERAGE, MASTER, named_by_wrappers, split_state_name, state_name
 from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
@@ -48,7 +46,7 @@ from shardwise.plan.optimizer_entries import (
     plan_optimizers,
 )
 from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over, take_over_shared
-from shardwise.space import Box, Piece
+from shardwise.space import Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,15 +73,15 @@ def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piec
     Where these are in the place of the weights, there is the model alone. Raises OptimizerError for state that is
     neither a tensor nor a number.
     """
-    inventory, buffers, averages = rank.inventory, rank.buffers, rank.averages
+    inventory, buffers, averages = rank.tensors.owned, rank.tensors.buffers, rank.updates.averages
     state = state_of_model(inventory, rank.model, buffers)
     if averages is not None and averages.are_in:
         return state
-    updated = {each.segment.name: each for each in buffers.updated}
+    updated = {each.segment.name: each for each in rank.updates.updated}
     spec_of = {spec.name: spec for spec in inventory.specs}
     updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
     for known in optimizers:
-        for name, key, tensor in known.entries(buffers.name_of()):
+        for name, key, tensor in known.entries(rank.updates.name_of()):
             owned = updated[name]
             # The shape alone is not enough: the `step` of a scalar parameter has the shape of the parameter.
             if tensor.shape == owned.parameter.shape and key not in known.traits.whole_keys:
@@ -130,39 +128,6 @@ def names_of_state(model: nn.Module) -> list[str]:
     ]
 
 
-def whole(name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
-    """A tensor as one piece that holds all its elements."""
-    return {Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape)): tensor}
-
-
-def placed(
-    name: str, tensor: torch.Tensor, spec: Parameter, segment: Segment | None = None
-) -> dict[Piece, torch.Tensor]:
-    """The pieces, with views, of a tensor that has one element for each of a parameter, or of a segment of it.
-
-    A parameter that is cut along tp has the pieces of its portion: several where that is made of several boxes.
-    """
-    dtype = dtype_name(tensor.dtype)
-    run = None if segment is None else (segment.run.start, segment.run.stop)
-    # A whole parameter is a piece without a run, whichever partition made it: the same checkpoint bytes.
-    if run == (0, spec.num_elements):
-        run = None
-    local = tensor if run is not None else tensor.view(spec.shape)
-    if spec.portion is None:
-        return {Piece(name=name, dtype=dtype, global_shape=spec.shape, run=run): local}
-    flat = tensor.view(-1)
-    pieces = {}
-    # The portion's own elements are a dense block here; in the global tensor they may be several boxes (q, k and v of
-    # one fused matrix).
-    for piece, part in spec.portion.pieces(name, dtype, run):
-        held = local
-        if part is not None:
-            block = flat[part.start : part.start + math.prod(part.block)].view(part.block)
-            held = block[Box(part.offset, piece.shape).slices()]
-        pieces[piece] = held
-    return pieces
-
-
 class EngineRestoration:
     """A load into an engine that is about to happen. Nothing has changed yet."""
 
@@ -178,7 +143,7 @@ class EngineRestoration:
     ) -> None:
         """`optimizers`: with what came into their groups. `origin`: takes what the settings say of the rewrite by which
         the values were made."""
-        model, inventory, buffers, aliases = rank.model, rank.inventory, rank.buffers, rank.names.ties
+        model, inventory, buffers, aliases = rank.model, rank.tensors.owned, rank.tensors.buffers, rank.names.ties
         self._rank = rank
         self._origin = origin
         self._found_origin = origin_after(origin, settings)
@@ -190,7 +155,7 @@ class EngineRestoration:
         self._stopping_peers = stopping_peers
         # Before anything is written: a buffer that a forward changed and the ranks have not agreed on yet stays
         # pending over the load.
-        self._pending_buffers = rank.model_buffers.changed()
+        self._pending_buffers = rank.tensors.model_buffers.changed()
         buffers.settle()
         own = [spec.name for spec in inventory.specs] + [name for name, _ in model.named_buffers()]
         self.aliases: Mapping[str, str] = {
@@ -198,7 +163,7 @@ class EngineRestoration:
             **aliases,
         }
         """Other names of wanted tensors, of ties and of modules with other wrappers: alias -> name."""
-        self._trained = list(_trained(buffers, optimizers))
+        self._trained = list(_trained(rank.updates.updated, optimizers))
         self._plan = plan_optimizers(
             [known.named() for known in optimizers],
             [self._live(known, owned) for known, _, owned in self._trained],
@@ -236,14 +201,14 @@ class EngineRestoration:
         given: set[int] = set()
         for known, group, owned in self._trained:
             self._want_state(known, group, owned, given)
-        self._averages = rank.averages
+        self._averages = rank.updates.averages
         self._begun: frozenset[str] = frozenset()
         """Parameters whose average begins with what is loaded."""
         self._num_averaged = 0
         self.notes: Sequence[str] = ()
         """What the load decides, and refuses nothing for."""
-        if rank.averages is not None:
-            self._want_averages(rank.averages, stored, settings)
+        if self._averages is not None:
+            self._want_averages(self._averages, stored, settings)
 
     def leave_averages(self) -> None:
         """Averages stay what they are: this is no load of a whole model."""
@@ -276,8 +241,8 @@ class EngineRestoration:
             if self._averages is not None:
                 self._averages.restore(self._num_averaged, self._begun)
             # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.
-            rank.buffers.publish_restored(rank.counters)
-            rank.ties.publish_restored()
+            rank.tensors.buffers.publish_restored(rank.updates.counters)
+            rank.tensors.ties.publish_restored()
             if self._random is not None:
                 rank.computation.random.seed, rank.computation.step = self._random
             if self._loss_scale is not None and rank.computation.loss_scale is not None:
@@ -287,7 +252,7 @@ class EngineRestoration:
             self._origin.update(self._found_origin)
             for buffer, room in self._resized.values():
                 buffer.data = room  # the object stays the module's
-            rank.model_buffers.agreed_unless(self._pending_buffers)
+            rank.tensors.model_buffers.agreed_unless(self._pending_buffers)
 
     def _want_averages(
         self, averages: WeightAverages, stored: Mapping[str, Piece], settings: Mapping[str, Any]
@@ -377,11 +342,11 @@ def _random_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _trained(
-    buffers: FlatParams, optimizers: Sequence[KnownOptimizer]
+    updated: Sequence[Owned], optimizers: Sequence[KnownOptimizer]
 ) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
     """Everything that is trained here, with its optimizer and group."""
     # By the master object: groups of an optimizer hold masters, since `swap`.
-    owned_of = {owned.parameter: owned for owned in buffers.updated}
+    owned_of = {owned.parameter: owned for owned in updated}
     for known in optimizers:
         for group in known.optimizer.param_groups:
             for parameter in group["params"]:

@@ -16,7 +16,8 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, understood
-from shardwise.engine.model.state import EngineRestoration, HandOver, whole
+from shardwise.engine.model.state import EngineRestoration, HandOver
+from shardwise.engine.zero.flat_params import whole
 from shardwise.moving import Gathering
 from shardwise.plan.names import MASTER, split_state_name
 from shardwise.plan.saved_settings import merge_settings

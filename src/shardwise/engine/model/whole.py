@@ -26,7 +26,7 @@ from shardwise.engine.forward.layers import is_ours, unwrapped
 from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
-from shardwise.engine.model.state import EngineRestoration, HandOver, whole
+from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.model.state_of_all import (
     Pieces,
     described,
@@ -39,6 +39,7 @@ from shardwise.engine.model.state_of_all import (
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
 from shardwise.engine.torch_private import HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
+from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter

@@ -59,6 +59,7 @@ class BucketUpdates:
         self._steps = {each.optimizer: OptimizerStep(each.traits, watch) for each in optimizers}
         self._buffers = buffers
         self._matrices = matrices
+        self._updated = buffers.owned if matrices is None else matrices.updated
         self._parts: dict[TrainedSet, dict[_Place, _Part] | None] = {}
         """For what is trained. None where the update is made at once."""
 
@@ -156,7 +157,7 @@ class BucketUpdates:
         # Not asked of other ranks, which know the same of the optimizers.
         if not all(each.traits.steps_apart for each in optimizers):
             return None
-        place_of = {each.parameter: self._place_of(each) for each in self._buffers.updated}
+        place_of = {each.parameter: self._place_of(each) for each in self._updated}
         parts: dict[_Place, _Part] = {}
         for place in dict.fromkeys(place_of.values()):
             for optimizer in (each.optimizer for each in optimizers):

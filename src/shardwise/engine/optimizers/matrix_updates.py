@@ -22,7 +22,6 @@ import torch
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.inventory import Inventory
-from shardwise.engine.model.state import placed
 from shardwise.engine.optimizers.matrix_rooms import (
     GRADIENT,
     MASTER,
@@ -34,7 +33,7 @@ from shardwise.engine.optimizers.matrix_rooms import (
     names_of,
     shared_matrices,
 )
-from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.zero.flat_params import FlatParams, Owned, placed
 from shardwise.engine.zero.masters import master
 from shardwise.moving.mover import PlanDeliveries
 from shardwise.moving.piece_exchange import consent

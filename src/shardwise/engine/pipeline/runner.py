@@ -59,7 +59,7 @@ class PipelineRunner:
         kinds: GradientKinds | None = None,
     ) -> None:
         """kinds: finds out what gradients are along `tp`, where there are such ranks."""
-        self.stages = Stages.of(model, placement, channel)
+        self.stages = Stages(model, placement, channel)
         self.placement = placement
         """Which module and parameter is on which stage."""
         self.chains = chains

@@ -9,9 +9,9 @@ known before anything is dropped, alike on all ranks. `Stages` is a rank's view 
     users        {0: 0, 1: 3}  rank along pp -> the last of its stages that computes with it
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,68 +25,48 @@ from shardwise.engine.torch_private import change_tensors
 from shardwise.plan import Parameter, Placement
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
     """A placed model, and the rank of its pipeline that looks at it."""
 
-    model: nn.Module
-    placement: Placement
-    rank: int
-    device: torch.device
-    units: Sequence[PlacedModule]
-    """The placed modules."""
-    modules: Mapping[nn.Module, int]
-    """The stage of every module that is placed, or inside a placed one."""
-    parameters: Mapping[int, tuple[int, str]]
-    """Stage and name of every parameter object by id, its first place first."""
-    ranks_of_stages: Sequence[int]
-    """The rank of each stage: asked for with every call."""
-    buffers: Sequence[tuple[nn.Module, str, int, str]]
-    """Module, key, stage and name of the buffers of placed modules; forwards put other tensors there."""
-    buffers_of_all: Sequence[tuple[str, nn.Module, str]]
-    """Name of the module, module and key of the buffers of modules that every rank runs."""
-
-    @classmethod
-    def of(cls, model: nn.Module, placement: Placement, channel: Channel) -> Self:
+    def __init__(self, model: nn.Module, placement: Placement, channel: Channel) -> None:
         """Look at a model before its modules get the forwards of their stages."""
+        self.model, self.placement = model, placement
+        self.rank, self.device = channel.rank, channel.device
         structures: dict[Any, int] = {}
-        units = [
+        self.units = [
             PlacedModule(name, model.get_submodule(name), stage, structures)
             for name, stage in placement.modules.items()
         ]
-        modules = {each: unit.stage for unit in units for each in unit.module.modules()}
-        parameters: dict[int, tuple[int, str]] = {}
+        """The placed modules."""
+        self.modules = {each: unit.stage for unit in self.units for each in unit.module.modules()}
+        """The stage of every module that is placed, or inside a placed one."""
+        self._parameters: dict[int, tuple[int, str]] = {}
+        """Stage and name of every parameter object by id, its first place first."""
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{prefix}.{key}" if prefix else key
-                    stage = modules.get(module, placement.parameters.get(name))
+                    stage = self.modules.get(module, placement.parameters.get(name))
                     if stage is not None:
                         # By id: operations between modules are given the object. Its first name is the owner's.
-                        parameters.setdefault(id(parameter), (stage, name))
-        return cls(
-            model=model,
-            placement=placement,
-            rank=channel.rank,
-            device=channel.device,
-            units=units,
-            modules=modules,
-            parameters=parameters,
-            ranks_of_stages=[placement.rank_of(stage) for stage in range(placement.num_stages)],
-            buffers=[
-                (each, key, unit.stage, f"{unit.name}.{key}")
-                for unit in units
-                for each in unit.module.modules()
-                for key, buffer in each._buffers.items()
-                if buffer is not None
-            ],
-            buffers_of_all=[
-                (repr(name) if name else "the model", each, key)
-                for name, each in model.named_modules()
-                for key in each._buffers
-                if each not in modules
-            ],
-        )
+                        self._parameters.setdefault(id(parameter), (stage, name))
+        self.ranks_of_stages = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        """The rank of each stage: asked for with every call."""
+        self._buffers = [
+            (each, key, unit.stage, f"{unit.name}.{key}")
+            for unit in self.units
+            for each in unit.module.modules()
+            for key, buffer in each._buffers.items()
+            if buffer is not None
+        ]
+        """Module, key, stage and name of the buffers of placed modules; forwards put other tensors there."""
+        self.buffers_of_all = [
+            (repr(name) if name else "the model", each, key)
+            for name, each in model.named_modules()
+            for key in each._buffers
+            if each not in self.modules
+        ]
+        """Name of the module, module and key of the buffers of modules that every rank runs."""
 
     @property
     def num_ranks(self) -> int:
@@ -113,11 +93,11 @@ class Stages:
 
     def place_of(self, parameter: nn.Parameter) -> tuple[int, str] | None:
         """Stage and name of a parameter; None for one that is not the model's."""
-        return self.parameters.get(id(parameter))
+        return self._parameters.get(id(parameter))
 
     def placed_buffers(self) -> list[tuple[torch.Tensor, int, str]]:
         """The buffers of placed modules, as they are now."""
-        found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self.buffers)
+        found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self._buffers)
         return [(buffer, stage, name) for buffer, stage, name in found if buffer is not None]
 
     def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:

@@ -43,6 +43,7 @@ class EngineChannels:
     """The data ranks that hold the same masters."""
     tensor: Channel
     """The ranks that have the other parts of cut parameters, for the same stage and samples."""
+    ranks: "RankGroups"
 
     @classmethod
     def of(cls, plan: Plan, world: Channel) -> Self:
@@ -60,6 +61,7 @@ class EngineChannels:
             owners=along(plan.sharding.owner_axes),
             replicas=along(plan.sharding.replica_axes),
             tensor=along(("tp",)),
+            ranks=RankGroups.of(plan),
         )
 
     def homes(self, plan: Plan) -> Channel:

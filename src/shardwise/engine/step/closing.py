@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from itertools import compress
+from itertools import compress, count
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ from shardwise.engine.guards.plain_calls import counts_steps
 from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.bucket_updates import BucketUpdates
 from shardwise.engine.optimizers.known import can_skip_on_device, skipping
-from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.shown_gradients import ShownGradients
-from shardwise.engine.step.exchange import StepExchange, Weighting, exchange_step
-from shardwise.engine.step.figures import FigureMaking, Figures, RankFigures, Surroundings
+from shardwise.engine.step.exchange import StepExchange, StepFlags, Weighting, exchange_step
+from shardwise.engine.step.figures import Divisors, FigureMaking, Figures, RankFigures, Surroundings
+from shardwise.engine.step.loss_entries import LossEntries
 from shardwise.engine.step.norm import clip_values, norm_dtype
 from shardwise.engine.step.norm_parts import NormParts, Norms, clipped_parts, norm_parts, reported_parts
 from shardwise.engine.telemetry.step_meter import StepMeter
@@ -44,28 +44,26 @@ from shardwise.engine.zero.reduce import GradReduce
 class StepClosing:
     """Ends the steps of one engine."""
 
-    def __init__(
-        self, rank: RankParts, *, writes: ForwardWrites, meter: StepMeter, matrices: MatrixUpdates | None
-    ) -> None:
-        self._rank = rank
+    def __init__(self, rank: RankParts, *, writes: ForwardWrites, meter: StepMeter) -> None:
+        tensors, gradients = rank.tensors, rank.gradients
         self._plan, self._names, self._channels = rank.plan, rank.names, rank.channels
-        self._computation, self._buffers, self._gradients = rank.computation, rank.buffers, rank.gradients
-        self._host_gradients = rank.host_gradients
+        self._computation, self._updates = rank.computation, rank.updates
+        self._buffers, self._ties, self._model_buffers = tensors.buffers, tensors.ties, tensors.model_buffers
+        self._gradients, self._host_gradients, self._summed = gradients.reduced, gradients.on_host, gradients.summed
         self._writes = writes
         self._meter = meter
-        self._cut = {spec.name for spec in rank.inventory.specs if spec.portion is not None}
+        self._cut = {spec.name for spec in rank.tensors.owned.specs if spec.portion is not None}
         """Names of owned parameters that are cut along tp."""
-        self.hooked = WholeGradients(rank.summed, rank.tensor_decision.plan, rank.channels.tensor)
+        self.hooked = WholeGradients(self._summed, rank.computation.forwards.decision.plan, rank.channels.tensor)
         self.runs = runs_of(
-            rank.buffers.owned, rank.buffers.ownership, counts=lambda name: 0 if self._counts(name) else ~0
+            self._buffers.owned, self._buffers.ownership, counts=lambda name: 0 if self._counts(name) else ~0
         )
         """What this rank owns, in as few runs of memory as can be."""
         dtypes = tuple(rank.names.trainable.values())
         self._figures = FigureMaking(
             Surroundings(
                 world=rank.channels.world,
-                data_rank=rank.channels.everyone.rank,
-                ranks=rank.ranks,
+                ranks=rank.channels.ranks,
                 are_whole=self._has_whole_gradients,
                 dtypes=dtypes,
                 norm_dtype=norm_dtype(dtypes),
@@ -73,10 +71,13 @@ class StepClosing:
         )
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
-        are_here = rank.plan.mesh.pp * rank.plan.mesh.tp == 1 and rank.host_gradients is None
-        self._shown = ShownGradients(rank.model, rank.buffers, rank.channels.owners, are_here=are_here)
+        are_here = rank.plan.mesh.pp * rank.plan.mesh.tp == 1 and self._host_gradients is None
+        self._shown = ShownGradients(rank.model, self._buffers, rank.channels.owners, are_here=are_here)
         self._bucket_updates = BucketUpdates(
-            rank.optimizers, rank.buffers, matrices, has_parts=not rank.plain_calls.owns_all
+            rank.updates.optimizers,
+            self._buffers,
+            rank.updates.matrices,
+            has_parts=not rank.updates.plain_calls.owns_all,
         )
         self._parts: dict[str, NormParts | None] = {}
         self._asked = self.norms(None)
@@ -124,9 +125,9 @@ class StepClosing:
 
     def _norm_parts(self, asked: Norms | None) -> NormParts | None:
         specs, limits = self._names.specs, self._plan.clip_grad_norm
-        members = {} if asked is None else reported_parts(asked, self._rank.groups, specs)
+        members = {} if asked is None else reported_parts(asked, self._names.groups, specs)
         if isinstance(limits, Mapping):
-            members |= clipped_parts(limits, self._rank.groups, specs)
+            members |= clipped_parts(limits, self._names.groups, specs)
         if not members:
             return None
         return norm_parts(
@@ -143,15 +144,15 @@ class StepClosing:
         # May lay out the arena anew, under the views that `engine.gradients()` gave.
         self._gradients.collectors.stay_last()
         self._gradients.begin(num_microbatches, trained)
-        self._rank.ties.begin(num_microbatches, trained)
+        self._ties.begin(num_microbatches, trained)
         self._writes.begin()
-        self._rank.summed.turn_to(trained)
+        self._summed.turn_to(trained)
 
-    def _divisors(self, weighting: Weighting) -> tuple[int, torch.Tensor | None]:
-        """What makes a mean of the sum of all gradients, and what losses were multiplied by."""
+    def _divisors(self, weighting: Weighting) -> Divisors:
+        """What makes a mean of the sum of all gradients."""
         scaling = self._computation.loss_scale
         number = weighting.num_microbatches if self._plan.merge.average else self._channels.everyone.size
-        return number, None if scaling is None else scaling.value
+        return Divisors(number, None if scaling is None else scaling.value)
 
     # [3] ------------------------------------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class StepClosing:
         """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
         # Before the reduction: a tied parameter has one owner, who adds the sums of the other stages to its own. The
         # reduction over data ranks must find the whole sum in the bucket.
-        self._rank.ties.collect(self._gradients)
+        self._ties.collect(self._gradients)
         self._gradients.reduce()
         owned = self._gradients.views_of(self.owned)
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
@@ -167,7 +168,7 @@ class StepClosing:
         summed = [
             owned[each.segment.name]
             for each in self._buffers.owned
-            if each.segment.name in self._rank.summed.names and each.segment.name in self.trained
+            if each.segment.name in self._summed.names and each.segment.name in self.trained
         ]
         sum_over_ranks(summed, self._channels.tensor)
         if self._host_gradients is not None:
@@ -187,10 +188,9 @@ class StepClosing:
         """What this rank gives to the loss and the norm of a step."""
         mine = self._gradients.touched & gradients.keys() if self._has_whole_gradients else frozenset()
         # What has left for the host is a mean already.
-        divisor, scale = self._divisors(weighting) if self._host_gradients is None else (1, None)
+        divisors = self._divisors(weighting) if self._host_gradients is None else Divisors(1, None)
         return RankFigures(
-            losses=losses,
-            weighting=weighting,
+            losses=LossEntries(losses, weighting, self._channels.everyone.rank),
             weights=weights,
             digests=digests,
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
@@ -199,8 +199,7 @@ class StepClosing:
             norms=self._asked,
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.
-            divisor=divisor,
-            scale=scale,
+            divisors=divisors,
             # One process has no gradient for a parameter that no microbatch used, and its norm then has one term
             # fewer. The zeros that stand here in its place would not change the sum, but may change the order in which
             # torch groups it.
@@ -214,27 +213,29 @@ class StepClosing:
         Returns that, and the loss and the norm of the whole gradient.
         """
         touched = self._gradients.touched
-        self._rank.counters.exchanges += 1
+        self._updates.counters.exchanges += 1
         # The first steps read, to see what is written without a count.
-        changed = self._rank.model_buffers.changed(reads_device=not self._updated or is_due(self._computation.step))
+        changed = self._model_buffers.changed(reads_device=not self._updated or is_due(self._computation.step))
         closing = exchange_step(
             self._channels.world,
+            StepFlags(
+                touched=list(map(touched.__contains__, self._names.trainable)),
+                changed_buffers=changed,
+                written=self._writes.found(),
+                outside=self._computation.loss_parameters.flags(),
+                stop=stop,
+                steps_at_once=any(counts_steps(known.optimizer) for known in self._updates.optimizers),
+                shows_gradients=see is not None,
+                are_reshaped=self._model_buffers.are_reshaped,
+            ),
             figures=self._figures.given(own),
             times=self._meter.packed(),
-            touched=list(map(touched.__contains__, self._names.trainable)),
-            changed_buffers=changed,
-            written=self._writes.found(),
-            outside=self._computation.loss_parameters.flags(),
-            stop=stop,
-            steps_at_once=any(counts_steps(known.optimizer) for known in self._rank.optimizers),
-            shows_gradients=see is not None,
-            are_reshaped=self._rank.model_buffers.are_reshaped,
         )
-        self._rank.model_buffers.are_reshaped = closing.are_reshaped
+        self._model_buffers.are_reshaped = closing.flags.are_reshaped
         figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
-        self._writes.check(closing.written)
-        self._computation.loss_parameters.reduce(closing.outside, *self._divisors(own.weighting))
+        self._writes.check([*compress(count(), closing.flags.written)])
+        self._computation.loss_parameters.reduce(closing.flags.outside, *self._divisors(own.losses.weighting))
         return closing, figures
 
     def judge(self, *, last: Figures | None = None) -> None:
@@ -260,7 +261,7 @@ class StepClosing:
 
     def update(
         self,
-        closing: StepExchange,
+        flags: StepFlags,
         figures: Figures,
         gradients: Mapping[str, torch.Tensor],
         see: Callable[[], object] | None = None,
@@ -269,24 +270,24 @@ class StepClosing:
 
         see: called before the step, with the gradients in the model's parameters.
         """
-        touched = set(compress(self._names.trainable, closing.touched))
+        touched = set(compress(self._names.trainable, flags.touched))
         # An optimizer makes the state of a parameter in its first step, which must not be one that the device leaves
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
         # also looks for optimizers that cannot leave out a step by themselves, and where masters are on the host.
         found_inf = figures.found_inf if self._host_gradients is None else None
-        optimizers = [known.optimizer for known in self._rank.optimizers]
+        optimizers = [known.optimizer for known in self._updates.optimizers]
         if not (can_skip_on_device(optimizers) and touched <= self._updated):
             found_inf = None
         if found_inf is None:
             figures.check()
             # The norm is the same float on all ranks, so all skip or none does.
             if not figures.is_finite:
-                self._rank.counters.count(figures)
+                self._updates.counters.count(figures)
                 return
-        self._rank.counters.count(figures)
+        self._updates.counters.count(figures)
         if self._host_gradients is not None:
             gradients = self._host_gradients.arrived(self.owned)
-        masters = [each.parameter for each in self._buffers.updated]
+        masters = [each.parameter for each in self._updates.updated]
         open_masters(masters)
         for name, master in self._masters:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
@@ -296,7 +297,7 @@ class StepClosing:
         if self._host_gradients is not None:
             self._clip(self._host_gradients, figures)
         stepped = set(touched)
-        if closing.shows_gradients:
+        if flags.shows_gradients:
             with self._shown.shown(gradients, touched, to_hooks=False) as dropped:
                 if see is not None:
                     see()
@@ -305,19 +306,19 @@ class StepClosing:
                 if name in dropped:
                     master.grad = None
         shown: AbstractContextManager[object] = nullcontext()
-        if closing.steps_at_once:
+        if flags.steps_at_once:
             shown = self._shown.shown(gradients, touched, to_hooks=True)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
-        averages = self._rank.averages
+        averages = self._updates.averages
         average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
-        with self._rank.plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating(), shown:
+        with self._updates.plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating(), shown:
             self._bucket_updates.run(
-                self._rank.counters,
+                self._updates.counters,
                 self.trained,
                 gradients=gradients,
                 touched=stepped,
-                at_once=closing.steps_at_once,
+                at_once=flags.steps_at_once,
                 meanwhile=average,
             )
         close_masters(masters)
@@ -326,7 +327,7 @@ class StepClosing:
         # wait for.
         self._gradients.expect(touched)
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
-        self._rank.ties.publish(self.trained)
+        self._ties.publish(self.trained)
 
     def _clip(self, gradients: GradReduce | HostGradients, figures: Figures) -> None:
         """Every rank clips its own part of the gradient by norms of the whole one, and then by value."""

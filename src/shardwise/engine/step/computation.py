@@ -12,13 +12,13 @@ meanwhile.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm import Channel
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.batches import (
@@ -40,9 +40,11 @@ from shardwise.engine.guards.autocast_regions import AutocastRegions
 from shardwise.engine.model.batch_statistics import synchronised_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
+from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.loss_parameters import LossParameters
 from shardwise.engine.step.loss_scaling import LossScale
 from shardwise.engine.tensor.region_proof import Proof
+from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import module_noted
 from shardwise.errors import ModelError
 from shardwise.plan import Plan
@@ -54,6 +56,25 @@ _ADVICE_ON_CHUNKS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forwards:
+    """What a plan has put around the forwards of one rank."""
+
+    random: KeyedRandom
+    runner: PipelineRunner | None
+    """Of the stages of this rank; None: the whole model is here."""
+    passes: Passes
+    """What data ranks do together around microbatches."""
+    activations: KeptActivations
+    """What becomes of the tensors that forwards save for backward."""
+    decision: TensorDecision
+    """How modules are cut along tp."""
+    proof: Proof
+    """Of that."""
+    on_loss: Sequence[Callable[[torch.Tensor], None]]
+    """See each loss before its backward, where the whole model is here."""
+
+
 class Computation:
     """What a rank computes of each batch.
 
@@ -61,31 +82,16 @@ class Computation:
     rank.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        loss: LossOfModel,
-        random: KeyedRandom,
-        runner: PipelineRunner | None,
-        plan: Plan,
-        channel: Channel,
-        passes: Passes,
-        on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
-        proof: Proof,
-        activations: KeptActivations,
-        loss_parameters: LossParameters,
-    ) -> None:
-        """`runner`: runs the stages of this rank; None: the whole model is here. `passes`: what the data ranks do
-        together around microbatches. `on_loss`: see each loss before its backward, where the whole model is here.
-        `proof`: of the plan of tensor parallelism."""
-        self.random = random
+    def __init__(self, loss: LossOfModel, plan: Plan, channels: EngineChannels, forwards: Forwards) -> None:
+        channel, runner, passes = channels.world, forwards.runner, forwards.passes
+        self.forwards = forwards
+        self.random = forwards.random
         self.step = 0
         """The steps begun so far."""
         self.runner = runner
         self.recorder = SpanRecorder(channel.rank, channel.device) if runner is None else runner.recorder
         """Records forwards, backwards and updates of this rank, while somebody wants to know."""
-        self._model = model
+        self._model = loss.model
         self.loss = loss
         self.autocast = AutocastRegions(channel.device)
         """The caller's region of torch.autocast. Forwards and losses run in one like it."""
@@ -94,7 +100,7 @@ class Computation:
         self._rank = channel.rank
         self._data_rank = plan.mesh.data_rank(channel.rank)
         self._precision = plan.precision
-        self._meeting = MeetingDtypes(model, plan.precision)
+        self._meeting = MeetingDtypes(loss.model, plan.precision)
         scale = plan.precision.loss_scale
         self.loss_scale = None if scale is None else LossScale(scale, channel.device)
         """What losses are multiplied by before their backward."""
@@ -103,11 +109,9 @@ class Computation:
         """See `Passes`."""
         if runner is not None and runner.stages.num_chunks > 1 and passes.moves_in_step:
             self.advice = "\n".join(filter(None, [_ADVICE_ON_CHUNKS, passes.advice]))
-        self._on_loss = on_loss
-        self.proof = proof
-        self.activations = activations
-        """What becomes of the tensors that forwards save for backward."""
-        self.loss_parameters = loss_parameters
+        self._proof = forwards.proof
+        self.activations = forwards.activations
+        self.loss_parameters = LossParameters(loss.model, channels)
         """What is trained and is not the model's."""
         self._running = ""
         """The call of the engine that goes on."""
@@ -174,7 +178,7 @@ class Computation:
             self.runner.turn_to(trained)
         with (
             self._during("engine.step"),
-            self.proof.judging(by_all=True),
+            self._proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(learns=True),
             self.activations.measuring(len(counted), trained),
@@ -251,7 +255,7 @@ class Computation:
             self._during("engine.evaluate"),
             torch.no_grad(),
             _evaluating(self._model),
-            self.proof.judging(by_all=True),
+            self._proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint, trains=False) as rounds,
             self._explained(),
         ):
@@ -287,7 +291,7 @@ class Computation:
             self._during("engine.predict"),
             torch.no_grad(),
             _evaluating(self._model),
-            self.proof.judging(by_all=False),
+            self._proof.judging(by_all=False),
             UnevenMicrobatches(self._passes, range(len(parts)), joint, trains=False, is_agreed=is_list) as rounds,
             self._explained(),
         ):
@@ -311,7 +315,7 @@ class Computation:
             self._during("engine.generate"),
             torch.no_grad(),
             _evaluating(self._model),
-            self.proof.judging(by_all=False),
+            self._proof.judging(by_all=False),
             self._passes.generating(once=generation.gather == "once"),
             self._explained(),
             self.random.seeded(seed),
@@ -341,7 +345,7 @@ class Computation:
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
         # They read the autograd graph of this loss, which backward frees.
-        for watch in self._on_loss:
+        for watch in self.forwards.on_loss:
             watch(loss)
         if before_last_backward is not None:
             before_last_backward()

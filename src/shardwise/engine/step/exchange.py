@@ -23,8 +23,8 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress, zip_longest
-from typing import Self
+from itertools import accumulate, chain, compress, count, pairwise, zip_longest
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -374,74 +374,63 @@ def refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Sequen
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepExchange:
+class StepFlags(NamedTuple):
+    """What has happened in a step: on one rank, or on any."""
+
+    touched: Sequence[bool]
+    """For each trainable parameter: whether there is a gradient for it."""
+    changed_buffers: Sequence[bool]
+    """Buffers of the model that a forward wrote to."""
+    written: Sequence[bool]
+    """Parameters of the model that a forward wrote to."""
+    outside: Sequence[bool] = ()
+    """See `LossParameters.flags`."""
+    stop: bool = False
+    """Whether the program asks to stop."""
+    steps_at_once: bool = False
+    """Whether code of the user sees each step of an optimizer."""
+    shows_gradients: bool = False
+    """Whether code of the user looks at the gradients of the model."""
+    are_reshaped: bool = False
+    """Whether a buffer has another shape than before."""
+
+
+class StepExchange(NamedTuple):
     """The same on every rank."""
 
+    flags: StepFlags
+    """Of any rank."""
+    changed_buffers: dict[int, int]
+    """The buffers, by number, that a forward wrote to, and the first rank where one did."""
     figures: Sequence[RankValues]
     """What every rank gives to the loss and the norm, by parts."""
     times: Sequence[RankValues]
     """What every rank did with its time, by parts."""
-    touched: list[bool]
-    """For each trainable parameter: whether any rank has a gradient for it."""
-    changed_buffers: dict[int, int]
-    """Buffers of the model, by number, that a forward wrote to, and the first rank where one did."""
-    written: list[int]
-    """Parameters of the model, by number, that a forward wrote to on some rank."""
-    outside: list[bool]
-    """See `LossParameters.flags`; of all ranks."""
-    stop: bool
-    """Whether some rank asked to stop."""
-    steps_at_once: bool
-    """Whether some rank has code of the user that sees each step of an optimizer."""
-    shows_gradients: bool
-    """Whether some rank has code of the user that looks at the gradients of the model."""
-    are_reshaped: bool
-    """Whether a buffer has another shape on some rank than before."""
 
 
 def exchange_step(
-    channel: Channel,
-    *,
-    figures: Sequence[bytes],
-    times: Sequence[bytes],
-    touched: Sequence[bool],
-    changed_buffers: Sequence[bool],
-    written: Sequence[bool],
-    outside: Sequence[bool] = (),
-    stop: bool,
-    steps_at_once: bool = False,
-    shows_gradients: bool = False,
-    are_reshaped: bool = False,
+    channel: Channel, mine: StepFlags, *, figures: Sequence[bytes], times: Sequence[bytes]
 ) -> StepExchange:
-    """Exchange what this rank touched, and what it gives to the figures of the step."""
-    # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
-    flags = np.array(
-        [*touched, *changed_buffers, *written, *outside, stop, steps_at_once, shows_gradients, are_reshaped],
-        dtype=np.bool_,
-    )
+    """Exchange what has happened on this rank, and what it gives to the figures of the step."""
+    # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it. They have
+    # the same numbers on all ranks: those of the whole model, whatever part is here.
+    flags = np.array([*chain.from_iterable(mine[:4]), *mine[4:]], dtype=np.bool_)
     packed = np.packbits(flags, bitorder="little").tobytes()
     bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose=_CLOSING)
     # Of ranks in a row: what they have touched is mostly the same.
     table = _table_of(bits, len(packed), purpose=_CLOSING)
     anywhere: list[bool] = _flags(np.bitwise_or.reduce(table, axis=0), len(flags)).tolist()
-    # Parameters and buffers have the same numbers on all ranks: those of the whole model, whatever part is here.
-    first_buffer, first_written = len(touched), len(touched) + len(changed_buffers)
-    first_outside = first_written + len(written)
-    changed = [at for at in range(len(changed_buffers)) if anywhere[first_buffer + at]]
+    ends = [*accumulate(map(len, mine[:4]), initial=0)]
+    touched, changed_buffers, written, outside = (anywhere[start:end] for start, end in pairwise(ends))
+    of_all = StepFlags(touched, changed_buffers, written, outside, *anywhere[ends[-1] :])
+    changed = [*compress(count(), changed_buffers)]
     # With the rank, not as a flag: the values of one that changed it will hold for all.
-    first_runs = _flags(table, first_written)[:, first_buffer:].argmax(axis=0).tolist() if changed else []
+    first_runs = _flags(table, ends[2])[:, ends[1] :].argmax(axis=0).tolist() if changed else []
     return StepExchange(
+        flags=of_all,
+        changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
         figures=others[: len(figures)],
         times=others[len(figures) :],
-        touched=anywhere[:first_buffer],
-        changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
-        written=list(compress(range(len(written)), anywhere[first_written:first_outside])),
-        outside=anywhere[first_outside:-4],
-        stop=anywhere[-4],
-        steps_at_once=anywhere[-3],
-        shows_gradients=anywhere[-2],
-        are_reshaped=anywhere[-1],
     )
 
 

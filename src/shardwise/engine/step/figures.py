@@ -30,7 +30,6 @@ import torch
 from shardwise.comm import Channel
 from shardwise.comm.agreement import understood_runs
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.forward.kept_numbers import KeptNumbers, divide_on_device
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.exact_sums import Numbers
@@ -50,13 +49,20 @@ from shardwise.engine.step.norm_parts import Key, NormParts
 _PURPOSE = "losses and norms"
 
 
+class Divisors(NamedTuple):
+    """What makes means of sums of gradients."""
+
+    number: int
+    """1 where they are means already."""
+    scale: torch.Tensor | None
+    """What losses were multiplied by, and gradients are divided by in addition."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFigures:
     """What the figures of a step are made of on one rank."""
 
-    losses: Sequence[MicrobatchLoss]
-    """Of each microbatch."""
-    weighting: Weighting
+    losses: LossEntries
     weights: torch.Tensor | None
     """Of each microbatch, where the weights are on the device."""
     digests: Mapping[str, torch.Tensor]
@@ -66,10 +72,8 @@ class RankFigures:
     these there is one), or ~atom where another rank counts it in the norm."""
     parts: Sequence[torch.Tensor]
     """The flat memory in which they are."""
-    divisor: int
-    """What makes the sums means; 1 where they are means already."""
-    scale: torch.Tensor | None
-    """What losses were multiplied by, and gradients are divided by in addition."""
+    divisors: Divisors
+    """What makes the sums means."""
     norms: NormParts | None
     """The parts whose norms are asked for."""
     used: Mapping[int, torch.Tensor]
@@ -87,7 +91,6 @@ class Surroundings:
     """What the figures of all steps of a rank have in common."""
 
     world: Channel
-    data_rank: int
     ranks: RankGroups
     are_whole: bool
     """Whether each gradient is whole on one rank: the norm is then that of one process in every bit."""
@@ -130,15 +133,15 @@ class FigureMaking:
     def given(self, own: RankFigures) -> list[bytes]:
         """Divide the gradients; what this rank says in the message that closes the step, in as many parts as all."""
         around = self._around
-        entries = LossEntries(own.losses, own.weighting, around.data_rank)
         numbers = [len(own.digests), *(own.used if self._sends_norms else ())]
-        said = [struct.pack(f"<{len(numbers)}q", *numbers), entries.packed_kinds()]
+        said = [struct.pack(f"<{len(numbers)}q", *numbers), own.losses.packed_kinds()]
         if not around.is_host:
             # The row follows, when all hosts know how long it is.
-            divide_on_device(own.parts, own.divisor, own.scale, self._kept)
+            divide_on_device(own.parts, *own.divisors, self._kept)
             return said
         # One division for both: powers of two cost no rounding.
-        divisor = own.divisor if own.scale is None else own.divisor * float(own.scale)
+        number, scale = own.divisors
+        divisor = number if scale is None else number * float(scale)
         # Where gradients are whole the norm is made of those of parameters: nobody asks for squares.
         runs = [(run, ~0) for run, _ in own.runs] if around.are_whole else own.runs
         norms = squares_of_atoms(runs, divisor, around.world.device, num_atoms=own.num_atoms)
@@ -146,7 +149,7 @@ class FigureMaking:
             found = self._norms_of_used(own) if self._sends_norms else {}
             norms = torch.stack([found[at].double() for at in own.used]).tolist() if found else []
         # A share is as short for many microbatches as for one. It is rounded once, which kernels do not.
-        row = [*entries.shares(), *norms]
+        row = [*own.losses.shares(), *norms]
         return [*said, struct.pack(f"<{len(row)}d", *row)]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "Figures":
@@ -154,7 +157,7 @@ class FigureMaking:
         around, world = self._around, self._around.world
         told = understood_runs(answers[0], self._counts_in, purpose=_PURPOSE)
         kinds = kinds_of_ranks(answers[1], purpose=_PURPOSE)
-        most = own.weighting.table.shape[1]
+        most = own.losses.weighting.table.shape[1]
         names, num_losses = names_in(kinds), 1 if around.is_host else most
         sizes = [
             (1 + len(names)) * num_losses,
@@ -200,10 +203,10 @@ class FigureMaking:
 
     def _fill(self, row: torch.Tensor, own: RankFigures, columns: _Columns) -> None:
         """Write what this rank gives on a device, where the host waits for none of it."""
-        values = LossEntries(own.losses, own.weighting, self._around.data_rank).values()
+        values = own.losses.values()
         norms, digests = row[columns.norms], row[columns.digests]
         weights = () if own.weights is None else own.weights
-        given = [len(values) * len(own.losses), self._num_norms(own, list(own.used)), len(weights), len(own.digests)]
+        given = [sum(map(len, values)), self._num_norms(own, list(own.used)), len(weights), len(own.digests)]
         if sum(given) < len(row):  # another rank gives more
             row.zero_()
         for each, out in zip(values, row[columns.losses].view(-1, columns.num_losses), strict=False):
@@ -333,7 +336,7 @@ class Figures:
         All of them are `kept`, and hold until the next step; what is asked later is in the copy for the host.
         """
         self._around = around
-        self._given_weighting, self._has_weights = own.weighting, own.weights is not None
+        self._given_weighting, self._has_weights = own.losses.weighting, own.weights is not None
         self._entries = list(own.digests)
         self._columns = columns
         self._norm, self._parts = norm, parts

@@ -36,7 +36,7 @@ class LossEntries:
 
     def __init__(self, losses: Sequence[MicrobatchLoss], weighting: Weighting, data_rank: int) -> None:
         self._losses = losses
-        self._weighting = weighting
+        self.weighting = weighting
         self._data_rank = data_rank
         # What has no weight was not computed.
         counted = zip(losses, weighting.of_rank(data_rank), strict=True)
@@ -64,7 +64,7 @@ class LossEntries:
         # From a device in one copy.
         flat = torch.stack([each.double() for each in chain.from_iterable(values)]).tolist() if count else []
         cuts = [flat[at * count : (at + 1) * count] for at in range(len(values))]
-        return [self._weighting.share_of_mean(cut, self._data_rank) for cut in cuts]
+        return [self.weighting.share_of_mean(cut, self._data_rank) for cut in cuts]
 
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:

@@ -61,11 +61,10 @@ class StepOpening:
     """Opens the steps and evaluations of one engine."""
 
     def __init__(self, rank: RankParts) -> None:
-        self.loss_weight = rank.loss_weight
         self._rank = rank
-        self._rows = rank.computation.loss.rows
+        self._loss = rank.computation.loss
         self._channels = rank.channels
-        self._buffers = rank.buffers
+        self._buffers = rank.tensors.buffers
         mesh = rank.plan.mesh
         self._shares_batch = mesh.pp * mesh.tp > 1
         self._digests = BatchDigests()
@@ -86,7 +85,7 @@ class StepOpening:
         microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
         begin: says in words what a step trains, equal on ranks that do the same; raises where this rank cannot.
         """
-        self._rank.counters.exchanges += 1
+        self._rank.updates.counters.exchanges += 1
         lines: Sequence[str] = ()
         with agreed(
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
@@ -104,7 +103,7 @@ class StepOpening:
                         "number out"
                     )
             # An evaluation leaves out what has no weight: its loss may be nan.
-            weights = weigh(weighed, self.loss_weight, rows=self._rows, reads_device=not is_step)
+            weights = weigh(weighed, self._loss.weight, rows=self._loss.rows, reads_device=not is_step)
             # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
             # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
             # sent anyway.
@@ -126,7 +125,7 @@ class StepOpening:
         if compares:
             self._warn_of_same_rows(agreement.of_parts[-1])
         weighting, written = merge_weights(
-            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._rank.ranks
+            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._channels.ranks
         )
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
@@ -145,13 +144,13 @@ class StepOpening:
         if masters and uncounted:
             # Without a count, a write to the model looks like one to masters where all that it changed is owned here:
             # the owner's values must not come over those of others before they are compared.
-            check_writes(self._channels.world, self._buffers.digests(uncounted), self._rank.ranks.replicas)
+            check_writes(self._channels.world, self._buffers.digests(uncounted), self._channels.ranks.replicas)
         if masters:
             with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
-                self._buffers.publish_masters(self._rank.counters, masters)
-                self._rank.ties.publish()
+                self._buffers.publish_masters(self._rank.updates.counters, masters)
+                self._rank.tensors.ties.publish()
         if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._rank.ranks.replicas)
+            check_writes(self._channels.world, self._buffers.digests(written), self._channels.ranks.replicas)
             self._buffers.written.clear()
 
     def _split(
@@ -161,15 +160,15 @@ class StepOpening:
         device, wanted = self._channels.everyone.device, microbatches
         if wanted is None:
             wanted = self._rank.plan.merge.microbatches
-            wanted = wanted if is_step else min(wanted, count_rows(batch, self._rows))
+            wanted = wanted if is_step else min(wanted, count_rows(batch, self._loss.rows))
         # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
         if not wanted and not is_step:
             return (), ()
-        parts = split_batch(batch, wanted, device, self._rows)
-        if self.loss_weight is None or device.type == "cpu" or not is_on_host(batch):
+        parts = split_batch(batch, wanted, device, self._loss.rows)
+        if self._loss.weight is None or device.type == "cpu" or not is_on_host(batch):
             return parts, parts
         # Where the rows are: the host then knows the weights, and waits for nothing.
-        return parts, split_batch(batch, wanted, torch.device("cpu"), self._rows)
+        return parts, split_batch(batch, wanted, torch.device("cpu"), self._loss.rows)
 
     def digests(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Of what is on the device, where ranks share the batch: compared with the figures of the step."""
@@ -178,7 +177,7 @@ class StepOpening:
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
         self._compared_steps -= 1
-        if ranks := ranks_with_same_rows(batches, self._rank.ranks.speakers):
+        if ranks := ranks_with_same_rows(batches, self._channels.ranks.speakers):
             self._compared_steps = 0
             if self._channels.world.rank == 0:
                 named = " and ".join(f"rank {rank}" for rank in ranks[:2])

@@ -94,13 +94,13 @@ class _Followed(Layer):
     """It holds the weight."""
     called: nn.Module
     """It, or the adapter around it."""
-    flow: TensorFlow | None = None
-    atoms: torch.Tensor | None = None
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    has_whole_input: bool = False
-    problem: str = ""
-    is_lookup: bool = True
-    order: int = -1
+    flow: TensorFlow | None = field(init=False, default=None)
+    atoms: torch.Tensor | None = field(init=False, default=None)
+    inputs: list[torch.Tensor] = field(init=False, default_factory=list)
+    has_whole_input: bool = field(init=False, default=False)
+    problem: str = field(init=False, default="")
+    is_lookup: bool = field(init=False, default=True)
+    order: int = field(init=False, default=-1)
 
     place = Place.WATCH
 

@@ -16,6 +16,7 @@ ShardedBucket   the working copy of the owned part; that of all elements from `f
 Where masters are in the host's memory (`offload`), `publish` casts there, and the narrow dtype moves up to the device.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import is_dtensor
+from shardwise.comm.local_tensors import dtype_name, is_dtensor
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory, put_on, values_of
 from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
@@ -38,8 +39,9 @@ from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make
 from shardwise.engine.zero.bucket_writes import BucketWrites
 from shardwise.engine.zero.masters import master
 from shardwise.errors import ModelError
-from shardwise.plan import Ownership, Segment, Slot
+from shardwise.plan import Ownership, Parameter, Segment, Slot
 from shardwise.plan.specs import Offload
+from shardwise.space import Box, Piece
 
 
 def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
@@ -115,8 +117,6 @@ class FlatParams:
         self.owners = owners
         self.owned: list[Owned] = []
         """Trainable stretches only; frozen masters are held for the checkpoint."""
-        self.updated = self.owned
-        """What the optimizers of this rank have; see `MatrixUpdates`."""
         self.buckets: list[WholeBucket] = []
         self.sharded: list[ShardedBucket] = []
         self._parameters = {
@@ -157,10 +157,6 @@ class FlatParams:
         self._reads_all = False
         self._is_learned = False
         """Whether somebody writes without a count, and everything is compared in each look."""
-
-    def name_of(self) -> dict[torch.Tensor, str]:
-        """The names of the parameters that this rank's optimizers have."""
-        return {each.parameter: each.segment.name for each in self.updated}
 
     def cast_from_masters(self) -> set[str]:
         """Names of parameters whose working copy is made from a master of another dtype."""
@@ -414,3 +410,36 @@ class FlatParams:
             parameter.grad = None
             put_on(parameter, bucket.working[slot.run.start : slot.run.stop].view(values.shape))
         bucket.free()
+
+
+def whole(name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
+    """A tensor as one piece that holds all its elements."""
+    return {Piece(name=name, dtype=dtype_name(tensor.dtype), global_shape=tuple(tensor.shape)): tensor}
+
+
+def placed(
+    name: str, tensor: torch.Tensor, spec: Parameter, segment: Segment | None = None
+) -> dict[Piece, torch.Tensor]:
+    """The pieces, with views, of a tensor that has one element for each of a parameter, or of a segment of it.
+
+    A parameter that is cut along tp has the pieces of its portion: several where that is made of several boxes.
+    """
+    dtype = dtype_name(tensor.dtype)
+    run = None if segment is None else (segment.run.start, segment.run.stop)
+    # A whole parameter is a piece without a run, whichever partition made it: the same checkpoint bytes.
+    if run == (0, spec.num_elements):
+        run = None
+    local = tensor if run is not None else tensor.view(spec.shape)
+    if spec.portion is None:
+        return {Piece(name=name, dtype=dtype, global_shape=spec.shape, run=run): local}
+    flat = tensor.view(-1)
+    pieces = {}
+    # The portion's own elements are a dense block here; in the global tensor they may be several boxes (q, k and v of
+    # one fused matrix).
+    for piece, part in spec.portion.pieces(name, dtype, run):
+        held = local
+        if part is not None:
+            block = flat[part.start : part.start + math.prod(part.block)].view(part.block)
+            held = block[Box(part.offset, piece.shape).slices()]
+        pieces[piece] = held
+    return pieces

@@ -112,9 +112,8 @@ def install(
     counters: Counters,
     microbatch: Callable[[], int],
     taker: HostGradients | None = None,
-) -> tuple[GradReduce, Passes, Unshard | None]:
-    """How gradients are reduced, what data ranks do around microbatches, and what gathers units: chosen here, once, by
-    the stage.
+) -> tuple[GradReduce, Passes]:
+    """How gradients are reduced, and what data ranks do around microbatches: chosen here, once, by the stage.
 
     microbatch: gives the one that this rank works on, where a schedule mixes several. taker: gets the owned part of
         each bucket as soon as it is reduced.
@@ -130,7 +129,7 @@ def install(
     )
     if layout.stage < 3:
         # Layers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
-        return gradients, gradients if gradients.moves_in_step else Passes(), None
+        return gradients, gradients if gradients.moves_in_step else Passes()
     unshard = Unshard(
         params,
         gradients,
@@ -151,7 +150,7 @@ def install(
             wrap(module, UnshardHook(unshard, units, place))
     see_transformations()
     OutsideReads(unshard, params)  # the parameters keep it, as their reader
-    return gradients, unshard, unshard
+    return gradients, unshard
 
 
 def _place_in(module: nn.Module, units: list[GatheredUnit]) -> tuple[nn.Module, str, nn.Parameter] | None:

@@ -65,32 +65,36 @@ class _Pending:
     index: int
     """Among those that are added up before their reduction, or among the others."""
     bucket: Bucket
-    names: frozenset[str]
     adds_before: bool
     stage: int
     wire: torch.dtype
-    master: torch.dtype
     purpose: str
     total: torch.Tensor
     """The owned part of its sum: of the arena, or the run."""
     reduced: torch.Tensor
     """The same in the dtype of the master, valid after `reduce`."""
-    missing: set[str] = field(default_factory=set)
+    names: frozenset[str] = field(init=False)
+    master: torch.dtype = field(init=False)
+    missing: set[str] = field(init=False, default_factory=set)
     """Parameters that are waited for before the reduction starts."""
-    touched: set[str] = field(default_factory=set)
-    buffer: GradBuffer | None = None
-    flat: torch.Tensor | None = None
+    touched: set[str] = field(init=False, default_factory=set)
+    buffer: GradBuffer | None = field(init=False, default=None)
+    flat: torch.Tensor | None = field(init=False, default=None)
     """Its place in the arena or in a buffer."""
-    views: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    quiet: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    views: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
+    quiet: Mapping[str, nn.Parameter] = field(init=False, default_factory=dict)
     """Parameters without a hook: their gradients are taken when the reduction starts."""
-    is_launched: bool = False
-    is_left_out: bool = False
+    is_launched: bool = field(init=False, default=False)
+    is_left_out: bool = field(init=False, default=False)
     """Nothing of it is trained in this update."""
-    num_rounds: int = 0
+    num_rounds: int = field(init=False, default=0)
     """Reductions of this update so far."""
-    is_taken: bool = False
+    is_taken: bool = field(init=False, default=False)
     """Whether the reduced part has left for the host."""
+
+    def __post_init__(self) -> None:
+        self.names = frozenset(slot.name for slot in self.bucket.slots)
+        self.master = torch_dtype(self.bucket.master)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -210,12 +214,10 @@ class GradReduce(Passes):
             _Pending(
                 index=index,
                 bucket=bucket,
-                names=frozenset(slot.name for slot in bucket.slots),
                 adds_before=adds_before,
                 stage=stage_of.get(bucket.slots[0].name, 0),
                 # Of one microbatch, whatever k, where nothing is added up before the gradient travels.
                 wire=torch_dtype(buffered_dtype(bucket, self._precision)),
-                master=torch_dtype(bucket.master),
                 purpose=f"gradients of bucket {index}"
                 + ("" if adds_before or self._starts_when_complete else f" of unit {bucket.unit!r}"),
                 total=self._nothing,

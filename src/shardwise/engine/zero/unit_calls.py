@@ -50,10 +50,10 @@ class GatheredUnit:
     """Each with its class while it is gathered, and while it is not."""
     storages: frozenset[int]
     stage: int
-    num_forwards: int = 0
+    num_forwards: int = field(init=False, default=0)
     """Forwards that need it now: only in these its parameters can be read as those of any module."""
-    residence: Residence = Residence.SHARDED
-    works: list[Work] = field(default_factory=list)
+    residence: Residence = field(init=False, default=Residence.SHARDED)
+    works: list[Work] = field(init=False, default_factory=list)
     """Transfers that were begun for it and not waited for."""
 
     def name_at(self, view: torch.Tensor) -> str:
