@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -51,7 +52,7 @@ from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.tree import place_in_tree, relay_neighbours
 from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.forward.passes import Joint
-from shardwise.engine.step.channels import RankGroups
+from shardwise.engine.step.channels import EngineChannels, RankGroups
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
     StepFlags,
@@ -60,7 +61,7 @@ from shardwise.engine.step.exchange import (
     merge_weights,
     parts_of_opening,
 )
-from shardwise.engine.step.figures import Divisors, FigureMaking, RankFigures, Surroundings
+from shardwise.engine.step.figures import Divisors, FigureMaking, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
 from shardwise.engine.telemetry.rank_times import RankTimes
 from shardwise.plan import Merge, Plan
@@ -275,14 +276,11 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
     """Of all that a step does around its two exchanges, and the bytes that a rank gives in both."""
     opens, closes = said.opening(rank), said.closing(rank)
     data_rank, losses = said.ranks.data_ranks[rank], [MicrobatchLoss(torch.zeros(()), {})] * MICROBATCHES
-    around = Surroundings(
-        world=alone(),
-        ranks=said.ranks,
-        are_whole=False,
-        dtypes=(torch.float32,) * PARAMETERS,
-        norm_dtype=torch.float32,
+    one, some = alone(), cast("Channel", SimpleNamespace(size=2))
+    channels = EngineChannels(
+        world=one, pipeline=one, everyone=some, owners=some, replicas=one, tensor=one, ranks=said.ranks
     )
-    figures = FigureMaking(around)
+    figures = FigureMaking(channels, (torch.float32,) * PARAMETERS)
 
     def step(channel: Channel) -> None:
         with agreed(channel, purpose=OPENING, num_parts=NUM_PARTS_OF_OPENING) as agreement:

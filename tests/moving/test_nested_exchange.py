@@ -19,6 +19,7 @@ def value_of(rank: int) -> Any:
         "tokens": [torch.arange(6 + rank).view(1, -1).t(), (torch.tensor(True), torch.zeros(0, 3))],
         "weights": torch.nn.Parameter(torch.tensor([0.1, float("nan"), -0.0], dtype=torch.bfloat16)),
         "wide": torch.tensor([1 + 2j], dtype=torch.complex128),
+        "of many": torch.arange(8.0)[rank::8],
         "": (rank, 0.1, True, None, "\U0001f600 \ud83d", float("inf"), {}),
     }
 
@@ -26,7 +27,7 @@ def value_of(rank: int) -> Any:
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         is_like = (one.dtype, one.shape) == (other.dtype, other.shape) and not other.requires_grad
-        return is_like and one.detach().contiguous().view(-1).view(torch.uint8).equal(
+        return is_like and one.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).equal(
             other.cpu().view(-1).view(torch.uint8)
         )
     if isinstance(one, dict):

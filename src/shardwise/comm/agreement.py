@@ -230,15 +230,27 @@ def _joined(refusals: Mapping[int, Refusal], *, names_ranks: bool) -> ShardwiseE
     return error
 
 
+def where_unlike(
+    channel: Channel, mine: object, parse: Callable[[bytes], T], *, subject: str, groups: Sequence[Sequence[int]] = ()
+) -> list[T] | None:
+    """What all ranks have, each a value for JSON, where some have another one; None where all have the same.
+
+    groups: ranks that have to have the same; (): all.
+    """
+    # Two steps: 16 bytes where all agree, which is nearly always; the values only where they have to be shown.
+    value = json.dumps(mine).encode()
+    digests = channel.exchange(xxhash.xxh3_128_digest(value), purpose=f"digest of {subject}")
+    if all(digests[rank] == digests[ranks[0]] for ranks in groups or [range(len(digests))] for rank in ranks):
+        return None
+    purpose = f"lines of {subject}"
+    return understood(channel.exchange(value, purpose=purpose), parse, purpose=purpose)
+
+
 def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) -> None:
     """Raise MismatchError on every rank unless all have the same lines; it names who differs, and where."""
-    # Two steps: 16 bytes where all agree, which is nearly always; the lines only where they have to be shown.
-    mine = json.dumps(list(lines)).encode()
-    digests = channel.exchange(xxhash.xxh3_128_digest(mine), purpose=f"digest of {subject}")
-    if len(set(digests)) == 1:
+    texts = where_unlike(channel, list(lines), texts_in, subject=subject)
+    if texts is None:
         return
-    purpose = f"lines of {subject}"
-    texts = understood(channel.exchange(mine, purpose=purpose), texts_in, purpose=purpose)
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
     position, rank = min((_first_difference(texts[0], texts[rank]), rank) for rank in different)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))

@@ -286,13 +286,11 @@ class Engine(Generic[Model_co]):
                 "grad_norm": figures.grad_norm,
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
-                **({} if scale is None else {"loss_scale": float(scale)}),
-                **({} if asked is None or norms is None else {"norms": asked.reported(figures.norms, trained)}),
+                "loss_scale": None if scale is None else float(scale),
+                "norms": None if asked is None or norms is None else asked.reported(figures.norms, trained),
             },
             num_microbatches=len(parts),
             stop=closing.flags.stop,
-            is_scaled=scale is not None,
-            has_norms=norms is not None,
             times=closing.times,
         )
 
@@ -476,7 +474,6 @@ class Engine(Generic[Model_co]):
             optimizers=self._known_optimizers,
             frozen=self._contents.frozen,
             unfrozen=self._contents.unfrozen,
-            groups={name: each.globs for name, each in self._trained.groups.items()},
         )
 
     def whole(

@@ -87,7 +87,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
             channel=channel,
             seed=settings["random"]["seed"],
             sample=None,
-            groups=handed.groups,
+            groups={name: each.globs for name, each in handed.rank.names.groups.items()},
             settled=Settled(
                 # Initialising the emptied model would be work for nothing: the move overwrites all.
                 values=Later(),

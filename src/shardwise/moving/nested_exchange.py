@@ -12,6 +12,7 @@ In a header, containers and tensors are lists that begin with their kind, so tha
 
 import json
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,12 +20,15 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed, understood
-from shardwise.comm.local_tensors import dtype_name, torch_dtype
+from shardwise.comm.local_tensors import bytes_of, dtype_name, torch_dtype
 from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 
 _LARGEST_NUMBER = 1 << 63
+
+_LENGTH = struct.Struct("<Q")
+"""Of a header."""
 
 _LARGEST_BYTES = 1 << 47
 """What a processor can address: a header that claims more is no header."""
@@ -50,12 +54,32 @@ def exchange(value: Any, *, channel: Channel | None = None, purpose: str = "valu
         with aborting(used, f"an exchange of {purpose}, with {sum(counts)} bytes for every rank"):
             content = torch.empty(sum(counts), dtype=torch.uint8, device=used.device)
         if len(content):
-            own = [each.to(used.device).contiguous().view(-1).view(torch.uint8) for each in tensors]
+            own = [_bytes_in(each.to(used.device)) for each in tensors]
             mine = torch.cat([*own, content[:0]])
             used.all_gather(content, mine, purpose=f"tensors of {purpose}", counts=counts).wait()
         parts = content.split([_num_bytes(each) for header in headers for each in _tensors_in(header)])
         following = iter(parts)
         return [_filled(header, following) for header in headers]
+
+
+def packed(value: Any, purpose: str) -> bytes:
+    """A value of these kinds with all its tensors, for what travels with other things. Raises PlanError for others."""
+    tensors: list[torch.Tensor] = []
+    header = _header(value, tensors, purpose)
+    return b"".join([_LENGTH.pack(len(header)), header, *(bytes_of(_bytes_in(each.cpu())) for each in tensors)])
+
+
+def unpacked(answer: bytes) -> Any:
+    """What `packed` was given, with tensors on the CPU. For `understood`: raises its errors for other bytes."""
+    (length,) = _LENGTH.unpack_from(answer)
+    start = _LENGTH.size + length
+    header = _parsed(answer[_LENGTH.size : start])
+    sizes = [*map(_num_bytes, _tensors_in(header))]
+    if sum(sizes) != len(answer) - start:
+        raise ValueError(f"{len(answer) - start} bytes of {sum(sizes)}")
+    content = torch.empty(sum(sizes), dtype=torch.uint8)
+    bytes_of(content)[:] = answer[start:]
+    return _filled(header, iter(content.split(sizes)))
 
 
 def _header(value: Any, tensors: list[torch.Tensor], purpose: str) -> bytes:
@@ -88,6 +112,11 @@ def _header(value: Any, tensors: list[torch.Tensor], purpose: str) -> bytes:
             "tensor of an array, and a dict of an object",
         )
     return json.dumps(found).encode()
+
+
+def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    # Not `view(-1)`: one element may have any stride, and cannot be viewed as bytes then.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _why_not(part: Any) -> str:

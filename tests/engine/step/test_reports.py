@@ -12,7 +12,15 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.step.reports import StepReport, report_on_look
 
 FULL = StepReport(loss=1.5, grad_norm=2.0, skipped=False, weight=4.0, num_microbatches=2)
-VALUES: dict[str, Any] = {"loss": 1.5, "grad_norm": 2.0, "skipped": False, "weight": 4.0, "losses": {}}
+VALUES: dict[str, Any] = {
+    "loss": 1.5,
+    "grad_norm": 2.0,
+    "skipped": False,
+    "weight": 4.0,
+    "losses": {},
+    "loss_scale": None,
+    "norms": None,
+}
 
 
 def waiting(values: Callable[[], dict[str, Any]] = lambda: VALUES) -> StepReport:

@@ -35,7 +35,7 @@ def exchange_evaluation(
         kinds = kinds_of_ranks(said, purpose=PURPOSE)
         rows = rows_in(shares, kinds, [0] * len(kinds), purpose=PURPOSE)
         is_exact = channel.device.type == "cpu"
-        losses = sums_of_shares(rows, names_in(kinds), ranks.alike_index, is_exact=is_exact)
+        losses = sums_of_shares(rows, names_in(kinds), ranks.alike, is_exact=is_exact)
         return EvaluationReport(
             loss=losses["loss"],
             weight=weighting.total,

@@ -11,11 +11,10 @@ the data ranks, and so compute the same result.
 import copy
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,12 +22,12 @@ import torch
 from torch import nn
 
 from shardwise.comm.agreement import texts_in, understood
-from shardwise.comm.local_tensors import dtype_name
 from shardwise.comm.nested_values import transform
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import BatchRows
 from shardwise.engine.forward.batches import Microbatch, count_rows
 from shardwise.errors import MetricError, MismatchError
+from shardwise.moving.nested_exchange import packed, unpacked
 
 Metric: TypeAlias = Any
 """f(output, microbatch) -> a number or tensor; a torchmetrics object, for batches (inputs, target); or (such an object,
@@ -71,9 +70,8 @@ class EvaluationMetrics:
         """What this rank gives: the names, and what it has of each metric."""
         if not self:
             return [b"", b""]
-        given = [each.packed() if self._speaks else b"" for each in self._metrics.values()]
-        lengths = struct.pack(f"<{len(given)}Q", *map(len, given))
-        return [json.dumps([*self._metrics]).encode(), lengths + b"".join(given)]
+        given = [each.counted() if self._speaks else None for each in self._metrics.values()]
+        return [json.dumps([*self._metrics]).encode(), packed(given, "states of metrics")]
 
     def results(self, parts: Sequence[RankValues], data_ranks: Sequence[int]) -> dict[str, Any]:
         """The value of each metric, from what all ranks have packed. Raises MismatchError for unlike names."""
@@ -88,24 +86,19 @@ class EvaluationMetrics:
                     )
         if not self:
             return {}
-        of_ranks = understood(states, self._taken_apart, purpose=PURPOSE)
+        of_ranks = understood(states, self._read, purpose=PURPOSE)
+        # By data ranks: rows of one process come in this order.
         order = sorted(range(len(of_ranks)), key=lambda rank: data_ranks[rank])
         results = {}
         metric: Any
         for at, (name, metric) in enumerate(self._metrics.items()):
-            # By data ranks: rows of one process come in this order.
-            given = RankValues.of(of_ranks[rank][at] for rank in order)
             with _noted(name):
-                told = [each for each in understood(given, metric.read, purpose=PURPOSE) if each]
-                results[name] = metric.result(told)
+                results[name] = metric.result([each for rank in order if (each := of_ranks[rank][at]) is not None])
         return results
 
-    def _taken_apart(self, answer: bytes) -> list[bytes]:
-        lengths = struct.unpack_from(f"<{len(self._metrics)}Q", answer)
-        ends = [*accumulate(lengths, initial=8 * len(lengths))]
-        if ends[-1] != len(answer):
-            raise ValueError(f"states that end at {ends[-1]}")
-        return [answer[start:end] for start, end in pairwise(ends)]
+    def _read(self, answer: bytes) -> list[Any]:
+        pairs = zip(self._metrics.values(), unpacked(answer), strict=True)
+        return [None if given is None else metric.read(given) for metric, given in pairs]
 
 
 @contextmanager
@@ -153,15 +146,14 @@ class _RowMean:
         self._sums.append(value.double().sum() * (num_rows / value.numel()))
         self._num_rows += num_rows
 
-    def packed(self) -> bytes:
-        """The sum and the rows; nothing where there were none."""
-        if not self._sums:
-            return b""
-        return struct.pack("<dd", math.fsum(torch.stack(self._sums).tolist()), self._num_rows)
+    def counted(self) -> list[float] | None:
+        """The sum and the rows; None where there were none."""
+        return [math.fsum(torch.stack(self._sums).tolist()), float(self._num_rows)] if self._sums else None
 
-    def read(self, packed: bytes) -> tuple[float, float] | None:
-        """What a rank has packed."""
-        return struct.unpack("<dd", packed) if packed else None
+    def read(self, given: Any) -> tuple[float, float]:
+        """What a rank has counted. Raises TypeError or ValueError for anything else."""
+        total, num_rows = given
+        return total + 0.0, num_rows + 0.0
 
     def result(self, given: Sequence[tuple[float, float]]) -> float:
         """The mean over the rows of all ranks; nan where there are none."""
@@ -232,8 +224,8 @@ class _MergedMetric:
             "lambda output, batch: (preds, target))"
         )
 
-    def packed(self) -> bytes:
-        """The states, as bytes; nothing where there was no update."""
+    def counted(self) -> list[Any] | None:
+        """For each part how often it was updated, and its states; None where there was no update."""
         if callable(values := getattr(self._metric, "values", None)) and hasattr(self._metric, "compute_groups"):
             # Metrics of a collection that count alike have one state, which only the first of them updates.
             values(copy_state=False)
@@ -242,38 +234,28 @@ class _MergedMetric:
             for part, is_around in zip(self._parts, self._are_around, strict=True)
         ]
         if not any(counts):
-            return b""
-        header, tensors = [], []
+            return None
+        held: list[Any] = []
         for part, count in zip(self._parts, counts, strict=True):
-            described = {}
-            for key in part._reductions:
-                state = getattr(part, key)
-                held = state if isinstance(state, list) else [state]
-                if not all(isinstance(each, torch.Tensor) for each in held):
+            states = {key: getattr(part, key) for key in part._reductions}
+            for key, state in states.items():
+                if not _is_state(state):
                     raise MetricError(
                         f"the metric {self._name!r} has a state {key!r} that is no tensor and no list of tensors; "
                         "ranks cannot bring it together. Give f(output, batch) -> tensor"
                     )
-                tensors += held
-                shapes = [[dtype_name(each.dtype), list(each.shape)] for each in held]
-                described[key] = shapes if isinstance(state, list) else shapes[0]
-            header.append([count, described])
-        text = json.dumps(header).encode()
-        return struct.pack("<Q", len(text)) + text + b"".join(map(_bytes_of, tensors))
+            held.append([count, states])
+        return held
 
-    def read(self, packed: bytes) -> _MetricStates | None:
-        """What a rank has packed."""
-        if not packed:
-            return None
-        start = 8 + struct.unpack_from("<Q", packed)[0]
-        header, content = json.loads(packed[8:start]), _PackedTensors(memoryview(packed)[start:], self._device)
-        states = []
-        for part, (_, described) in zip(self._parts, header, strict=True):
-            if not isinstance(described, dict) or [*described] != [*part._reductions]:
-                raise ValueError(f"states {described}")
-            states.append({key: content.state(each) for key, each in described.items()})
-        content.end()
-        return _MetricStates([int(count) for count, _ in header], states)
+    def read(self, given: Any) -> _MetricStates:
+        """What a rank has counted. Raises TypeError or ValueError for anything else."""
+        for part, (_, states) in zip(self._parts, given, strict=True):
+            if not isinstance(states, dict) or [*states] != [*part._reductions]:
+                raise ValueError(f"states {states}")
+            if not all(map(_is_state, states.values())):
+                raise TypeError("no tensors")
+        held = transform(given, lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf)
+        return _MetricStates([int(count) for count, _ in held], [states for _, states in held])
 
     def result(self, given: Sequence[_MetricStates]) -> Any:
         """The value of the metric over what all ranks have counted."""
@@ -312,39 +294,9 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
     return stacked if reduce is None else reduce(stacked)
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    # A clone, because one element may have any stride, and cannot be viewed as bytes then.
-    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-class _PackedTensors:
-    """Tensors that travel one behind the other, as bytes."""
-
-    def __init__(self, content: memoryview, device: torch.device) -> None:
-        self._content = content
-        self._device = device
-
-    def state(self, described: Any) -> State:
-        """The next state, from its dtype and shape, or a list of them. Raises ValueError and TypeError."""
-        if described and isinstance(described[0], str):
-            return self._tensor(*described)
-        return [self._tensor(*each) for each in described]
-
-    def end(self) -> None:
-        """Raise ValueError where more bytes come."""
-        if self._content:
-            raise ValueError(f"{len(self._content)} bytes too many")
-
-    def _tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        dtype, sizes = getattr(torch, name, None), [int(size) for size in shape]
-        if not isinstance(dtype, torch.dtype) or min(sizes, default=0) < 0:
-            raise ValueError(f"a tensor of {name} and shape {sizes}")
-        num_bytes = math.prod(sizes) * dtype.itemsize
-        taken, self._content = self._content[:num_bytes], self._content[num_bytes:]
-        if len(taken) < num_bytes:
-            raise ValueError(f"{len(taken)} bytes of {num_bytes}")
-        return torch.from_numpy(np.frombuffer(taken, np.uint8).copy()).view(dtype).reshape(sizes).to(self._device)
+def _is_state(value: Any) -> bool:
+    held = value if isinstance(value, list) else [value]
+    return all(isinstance(each, torch.Tensor) for each in held)
 
 
 def _as_number(leaf: Any) -> Any:

@@ -27,7 +27,6 @@ from torch import nn
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.averages.weight_averages import WeightAverages, averages_of_settings
 from shardwise.engine.forward.inventory import Inventory
-from shardwise.engine.forward.trained_parameters import GivenGroups
 from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer
@@ -58,7 +57,6 @@ class HandOver:
     settings: dict[str, Any]
     optimizers: tuple[KnownOptimizer, ...]
     """With what came into their groups."""
-    groups: GivenGroups
     frozen: frozenset[str]
     """Parameters that are trained when they are unfrozen again."""
     unfrozen: frozenset[str]

@@ -12,7 +12,6 @@ under stage 1 each of the two owns a half
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -64,6 +63,11 @@ class EngineChannels:
             ranks=RankGroups.of(plan),
         )
 
+    @property
+    def have_whole_gradients(self) -> bool:
+        """Whether each gradient is whole on one rank."""
+        return self.everyone.size * self.tensor.size == 1
+
     def homes(self, plan: Plan) -> Channel:
         """The ranks that hold parts or copies of what this one owns, and share its updates; all call this together."""
         # Under stage 0 every data rank updates what it has: only ranks along tp have other parts.
@@ -73,20 +77,20 @@ class EngineChannels:
         return self.world.over(plan.mesh.peers(self.world.rank, (*replicas, "tp")))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RankGroups:
-    """What all ranks of a mesh are to each other."""
+    """What all ranks of a mesh are to each other; arrays take what they say apart without a loop."""
 
     stages: tuple[int, ...]
     """The coordinate of each rank along the pipeline."""
     data_ranks: tuple[int, ...]
     """For each rank its place among those that see other samples."""
-    first_of: tuple[int, ...]
+    first_of: Index
     """For each rank the first one that sees the same samples."""
-    speakers: tuple[int, ...]
+    speakers: Index
     """For each data rank the first rank that sees its samples."""
-    alike: tuple[tuple[int, ...], ...]
-    """Ranks along tp, which see the same samples."""
+    alike: Index
+    """Ranks along tp, which see the same samples: a row for each group."""
     replicas: tuple[tuple[int, ...], ...]
     """Data ranks, which hold the same parameters."""
 
@@ -100,28 +104,11 @@ class RankGroups:
         return cls(
             stages=tuple(plan.mesh.coordinates(rank)["pp"] for rank in ranks),
             data_ranks=data_ranks,
-            first_of=tuple(firsts[data_rank] for data_rank in data_ranks),
-            speakers=tuple(firsts[data_rank] for data_rank in sorted(firsts)),
-            alike=_groups(plan, ("tp",)),
+            first_of=np.array([firsts[data_rank] for data_rank in data_ranks]),
+            speakers=np.array([firsts[data_rank] for data_rank in sorted(firsts)]),
+            alike=np.array(_groups(plan, ("tp",))),
             replicas=_groups(plan, DATA_AXES),
         )
-
-    # As arrays, which take what all ranks say apart without a loop.
-
-    @cached_property
-    def first_index(self) -> Index:
-        """`first_of`."""
-        return np.array(self.first_of)
-
-    @cached_property
-    def speaker_index(self) -> Index:
-        """`speakers`."""
-        return np.array(self.speakers)
-
-    @cached_property
-    def alike_index(self) -> Index:
-        """`alike`: a row for each group."""
-        return np.array(self.alike)
 
 
 def _groups(plan: Plan, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -28,9 +28,9 @@ from shardwise.engine.optimizers.bucket_updates import BucketUpdates
 from shardwise.engine.optimizers.known import can_skip_on_device, skipping
 from shardwise.engine.optimizers.shown_gradients import ShownGradients
 from shardwise.engine.step.exchange import StepExchange, StepFlags, Weighting, exchange_step
-from shardwise.engine.step.figures import Divisors, FigureMaking, Figures, RankFigures, Surroundings
+from shardwise.engine.step.figures import Divisors, FigureMaking, Figures, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
-from shardwise.engine.step.norm import clip_values, norm_dtype
+from shardwise.engine.step.norm import clip_values
 from shardwise.engine.step.norm_parts import NormParts, Norms, clipped_parts, norm_parts, reported_parts
 from shardwise.engine.telemetry.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import sum_over_ranks
@@ -59,16 +59,7 @@ class StepClosing:
             self._buffers.owned, self._buffers.ownership, counts=lambda name: 0 if self._counts(name) else ~0
         )
         """What this rank owns, in as few runs of memory as can be."""
-        dtypes = tuple(rank.names.trainable.values())
-        self._figures = FigureMaking(
-            Surroundings(
-                world=rank.channels.world,
-                ranks=rank.channels.ranks,
-                are_whole=self._has_whole_gradients,
-                dtypes=dtypes,
-                norm_dtype=norm_dtype(dtypes),
-            )
-        )
+        self._figures = FigureMaking(rank.channels, tuple(rank.names.trainable.values()))
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
         are_here = rank.plan.mesh.pp * rank.plan.mesh.tp == 1 and self._host_gradients is None
@@ -99,11 +90,6 @@ class StepClosing:
         """What the optimizers have in buckets, with names, bucket by bucket."""
         homes = self._buffers.ownership.homes
         return [(each.segment.name, each.parameter) for each in self._buffers.owned if each.segment.name not in homes]
-
-    @cached_property
-    def _has_whole_gradients(self) -> bool:
-        """Whether each gradient is whole on one rank."""
-        return self._channels.everyone.size * self._channels.tensor.size == 1
 
     @cached_property
     def _underflows(self) -> bool:
@@ -186,7 +172,7 @@ class StepClosing:
         gradients: Mapping[str, torch.Tensor],
     ) -> RankFigures:
         """What this rank gives to the loss and the norm of a step."""
-        mine = self._gradients.touched & gradients.keys() if self._has_whole_gradients else frozenset()
+        mine = self._gradients.touched & gradients.keys() if self._channels.have_whole_gradients else frozenset()
         # What has left for the host is a mean already.
         divisors = self._divisors(weighting) if self._host_gradients is None else Divisors(1, None)
         return RankFigures(

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.forward.aside import attributes_set
@@ -252,12 +251,8 @@ class Computation:
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [MicrobatchLoss(torch.zeros((), device=self._device), {})] * len(parts)
         with (
-            self._during("engine.evaluate"),
-            torch.no_grad(),
-            _evaluating(self._model),
-            self._proof.judging(by_all=True),
+            self._evaluating("engine.evaluate", by_all=True),
             UnevenMicrobatches(self._passes, counted, joint, trains=False) as rounds,
-            self._explained(),
         ):
             if self.runner is not None:
                 computed = self.runner.evaluate(
@@ -288,12 +283,8 @@ class Computation:
         output_of = self.autocast.inside(output_of)
         found = []
         with (
-            self._during("engine.predict"),
-            torch.no_grad(),
-            _evaluating(self._model),
-            self._proof.judging(by_all=False),
+            self._evaluating("engine.predict", by_all=False),
             UnevenMicrobatches(self._passes, range(len(parts)), joint, trains=False, is_agreed=is_list) as rounds,
-            self._explained(),
         ):
             for number, part in enumerate(parts):
                 (stream,) = self._streams(EVALUATION, 1, 0)
@@ -312,12 +303,8 @@ class Computation:
         if seed is None:
             seed = self.random.number("generation", self.step, self._data_rank)
         with (
-            self._during("engine.generate"),
-            torch.no_grad(),
-            _evaluating(self._model),
-            self._proof.judging(by_all=False),
+            self._evaluating("engine.generate", by_all=False),
             self._passes.generating(once=generation.gather == "once"),
-            self._explained(),
             self.random.seeded(seed),
         ):
             return [self._generate(call) for call in generation.calls]
@@ -373,19 +360,19 @@ class Computation:
         ):
             yield
 
+    @contextmanager
+    def _evaluating(self, call: str, *, by_all: bool) -> Iterator[None]:
+        """The call goes on in the body, in evaluation mode. by_all: see `Proof.judging`."""
+        # Each module's own mode: `model.train()` afterwards would wake modules that the user froze in evaluation mode.
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with self._during(call), torch.no_grad(), self._proof.judging(by_all=by_all), self._explained():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
     def _streams(self, step: int, count: int, count_of_all: int) -> list[Stream]:
         first = self._data_rank * count_of_all
         return [self.random.stream(step, first + at) for at in range(count)]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards each module's own mode again."""
-    # Each module's own mode: `model.train()` afterwards would wake modules that the user froze in evaluation mode.
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -30,7 +30,15 @@ import numpy as np
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood, understood_runs
+from shardwise.comm.agreement import (
+    a_list,
+    a_table,
+    exchange_parts,
+    texts_in,
+    understood,
+    understood_runs,
+    where_unlike,
+)
 from shardwise.comm.rank_values import Index, RankValues, Table
 from shardwise.engine.forward.batch_digests import digest_of_lines
 from shardwise.engine.forward.batch_rows import DIM_0, BatchRows
@@ -115,11 +123,16 @@ class Weighting:
         return math.isnan(self._extremes[0])
 
     def check(self) -> None:
-        """Raise BatchError for what is no weight."""
+        """Raise BatchError for what is no weight, and for weights with which no mean can be taken."""
         least, most = self._extremes
         if not (least >= 0 and most < math.inf):
             for weight in self._values.tolist():
                 check_weight(weight)
+        if not self.total > 0:
+            raise BatchError(
+                "no microbatch on any rank has a weight above 0, so there is nothing to average; check loss_weight, "
+                "and that batches have rows"
+            )
 
     def factors(self, rank: int) -> list[float]:
         """What each loss of `rank` is multiplied by, so that the plain mean over all is the weighted mean."""
@@ -131,15 +144,13 @@ class Weighting:
         mean = self.total / self.num_microbatches
         return [weight / mean for weight in weights]
 
-    def share_of_mean(self, losses: Sequence[float], rank: int) -> float:
-        """The part of the weighted mean over all microbatches that the losses of `rank` make."""
-        # What has no weight was not computed, and its stand-in is no value.
-        pairs = zip(self.of_rank(rank), losses, strict=True)
-        return math.fsum(weight * loss for weight, loss in pairs if weight) / self.total
-
     def shares_of_mean(self, losses: Numbers, ranks: Sequence[int]) -> list[float]:
-        """As `share_of_mean`, of many: each row has the losses of one of `ranks`, and anything behind its last one."""
-        weights = self.table[[*ranks]]
+        """The part of the weighted mean over all microbatches that each row of losses makes.
+
+        Each is of one of `ranks`, and has anything behind its last one.
+        """
+        weights = self.table[[*ranks], : losses.shape[1]]
+        # What has no weight was not computed, and its stand-in is no value.
         with np.errstate(over="ignore", invalid="ignore"):
             terms = np.multiply(weights, losses, out=np.zeros_like(losses), where=weights != 0)
         return [each / self.total for each in map(math.fsum, terms.tolist())]
@@ -197,16 +208,6 @@ def check_weight(value: float) -> None:
     """Raise BatchError for what is no weight."""
     if not (math.isfinite(value) and value >= 0):
         raise BatchError(f"loss_weight gave {value} for a microbatch; a weight is a finite number of at least 0")
-
-
-def check_weighting(weighting: Weighting) -> None:
-    """Raise BatchError for weights with which no mean can be taken."""
-    weighting.check()
-    if not weighting.total > 0:
-        raise BatchError(
-            "no microbatch on any rank has a weight above 0, so there is nothing to average; check loss_weight, and "
-            "that batches have rows"
-        )
 
 
 def parts_of_opening(
@@ -285,7 +286,7 @@ def merge_weights(
             f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}. "
             "Give step() the same microbatches on all, or a list of them, of any number"
         )
-    check_weighting(weighting)
+    weighting.check()
     return weighting, sorted({name for _, written, *_ in unlike for name in written})
 
 
@@ -293,9 +294,9 @@ def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
     rows = packed.rows
     if rows is None or not rows.size or rows.shape[1] % 8:
         told = understood(packed, _weights_in, purpose=_OPENING)
-        return Weighting.of([told[rank] for rank in ranks.speakers])
+        return Weighting.of([told[rank] for rank in ranks.speakers.tolist()])
     # In the order of bytes of this machine, as tensors travel.
-    table = rows.view(np.float64).take(ranks.speaker_index, axis=0)
+    table = rows.view(np.float64).take(ranks.speakers, axis=0)
     return Weighting(table=table, counts=np.full(len(table), table.shape[1]))
 
 
@@ -304,8 +305,8 @@ def _are_those_of(batches: RankValues, ranks: RankGroups) -> bool:
     if batches.is_one or len(ranks.speakers) == len(batches):
         return True
     if (rows := batches.rows) is None:
-        return [batches[rank] for rank in ranks.first_of] == [*batches]
-    return np.array_equal(rows.take(ranks.first_index, axis=0), rows)
+        return [batches[rank] for rank in ranks.first_of.tolist()] == [*batches]
+    return np.array_equal(rows.take(ranks.first_of, axis=0), rows)
 
 
 def ranks_with_same_rows(batches: Sequence[bytes], speakers: Sequence[int]) -> list[int]:
@@ -324,9 +325,10 @@ def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequenc
 
     digests: of what was written to on any rank, as this rank has it. replicas: groups of data ranks.
     """
-    purpose = "written parameters"
-    found = understood(channel.exchange(json.dumps(digests).encode(), purpose=purpose), a_table, purpose=purpose)
     # Digests, not values: which rank is right nobody knows, so nothing is copied; ranks that differ are named.
+    found = where_unlike(channel, dict(digests), a_table, subject="written parameters", groups=replicas)
+    if found is None:
+        return
     for ranks in replicas:
         for rank in ranks[1:]:
             for name, digest in found[ranks[0]].items():
@@ -357,12 +359,13 @@ def _refuse_different_steps(asked: Sequence[tuple[int, str, str]]) -> None:
             )
 
 
-def refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Sequence[int]) -> None:
+def refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Index) -> None:
     """Raise MismatchError for ranks whose lines differ; `first_of` each rank: the first that must have the same."""
-    different = [rank for rank, first in enumerate(first_of) if lines_of[rank] != lines_of[first]]
+    firsts = first_of.tolist()
+    different = [rank for rank, first in enumerate(firsts) if lines_of[rank] != lines_of[first]]
     if not different:
         return
-    rank, first = different[0], first_of[different[0]]
+    rank, first = different[0], firsts[different[0]]
     # The first line that differs is shown: batches have many entries, and one of them is enough to find the error.
     pairs = zip_longest(lines_of[first], lines_of[rank], fillvalue="nothing")
     one, other = next((one, other) for one, other in pairs if one != other)

@@ -27,17 +27,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.comm import Channel
 from shardwise.comm.agreement import understood_runs
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.kept_numbers import KeptNumbers, divide_on_device
-from shardwise.engine.step.channels import RankGroups
+from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.exact_sums import Numbers
-from shardwise.engine.step.exchange import Weighting, check_weighting, refuse_different_batches
+from shardwise.engine.step.exchange import Weighting, refuse_different_batches
 from shardwise.engine.step.loss_entries import LossEntries, kinds_of_ranks, names_in, rows_in, sums_of_shares
 from shardwise.engine.step.norm import (
     alike,
     clip,
+    norm_dtype,
     norm_of,
     norm_on_device,
     norms_of,
@@ -86,24 +86,6 @@ class RankFigures:
         return 1 if self.norms is None else self.norms.num_atoms
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """What the figures of all steps of a rank have in common."""
-
-    world: Channel
-    ranks: RankGroups
-    are_whole: bool
-    """Whether each gradient is whole on one rank: the norm is then that of one process in every bit."""
-    dtypes: tuple[torch.dtype, ...]
-    """Of the gradients of all parameters in the model."""
-    norm_dtype: torch.dtype
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the ranks compute on CPUs."""
-        return self.world.device.type == "cpu"
-
-
 _NormAndParts: TypeAlias = tuple[torch.Tensor, dict[Key, torch.Tensor]]
 """The norm of all gradients, and those of the parts that are asked for; in `norm_dtype`."""
 
@@ -125,17 +107,20 @@ class _Columns(NamedTuple):
 class FigureMaking:
     """How the ranks make the figures of their steps."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
-        self._kept = KeptNumbers(around.world.device)
-        self._sends_norms = around.are_whole and around.world.size > 1
+    def __init__(self, channels: EngineChannels, dtypes: tuple[torch.dtype, ...]) -> None:
+        """dtypes: of the gradients of all parameters in the model."""
+        self._channels, self._dtypes, self._norm_dtype = channels, dtypes, norm_dtype(dtypes)
+        self._is_host = channels.world.device.type == "cpu"
+        self._kept = KeptNumbers(channels.world.device)
+        # The norm is then that of one process in every bit.
+        self._are_whole = channels.have_whole_gradients
+        self._sends_norms = self._are_whole and channels.world.size > 1
 
     def given(self, own: RankFigures) -> list[bytes]:
         """Divide the gradients; what this rank says in the message that closes the step, in as many parts as all."""
-        around = self._around
         numbers = [len(own.digests), *(own.used if self._sends_norms else ())]
         said = [struct.pack(f"<{len(numbers)}q", *numbers), own.losses.packed_kinds()]
-        if not around.is_host:
+        if not self._is_host:
             # The row follows, when all hosts know how long it is.
             divide_on_device(own.parts, *own.divisors, self._kept)
             return said
@@ -143,9 +128,9 @@ class FigureMaking:
         number, scale = own.divisors
         divisor = number if scale is None else number * float(scale)
         # Where gradients are whole the norm is made of those of parameters: nobody asks for squares.
-        runs = [(run, ~0) for run, _ in own.runs] if around.are_whole else own.runs
-        norms = squares_of_atoms(runs, divisor, around.world.device, num_atoms=own.num_atoms)
-        if around.are_whole:
+        runs = [(run, ~0) for run, _ in own.runs] if self._are_whole else own.runs
+        norms = squares_of_atoms(runs, divisor, self._channels.world.device, num_atoms=own.num_atoms)
+        if self._are_whole:
             found = self._norms_of_used(own) if self._sends_norms else {}
             norms = torch.stack([found[at].double() for at in own.used]).tolist() if found else []
         # A share is as short for many microbatches as for one. It is rounded once, which kernels do not.
@@ -154,11 +139,11 @@ class FigureMaking:
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "Figures":
         """From what all ranks said, by parts. All of them call it together."""
-        around, world = self._around, self._around.world
+        world = self._channels.world
         told = understood_runs(answers[0], self._counts_in, purpose=_PURPOSE)
         kinds = kinds_of_ranks(answers[1], purpose=_PURPOSE)
         most = own.losses.weighting.table.shape[1]
-        names, num_losses = names_in(kinds), 1 if around.is_host else most
+        names, num_losses = names_in(kinds), 1 if self._is_host else most
         sizes = [
             (1 + len(names)) * num_losses,
             max(self._num_norms(own, numbers) for (_, numbers), _ in told),
@@ -172,24 +157,25 @@ class FigureMaking:
         table = self._kept.place("table", num_given + 1 + num_parts, dtype=torch.float64)
         given, made = table[:num_given], table[num_given:]
         rows = given.view(len(kinds), sum(sizes))
-        if around.is_host:
+        if self._is_host:
             counts = [*chain.from_iterable(repeat(self._num_norms(own, each), count) for (_, each), count in told)]
             rows.numpy()[:] = rows_in(answers[2], kinds, counts, purpose=_PURPOSE)
         else:
             self._fill(rows[world.rank], own, columns)
             if world.size > 1:
                 world.all_gather(given, rows[world.rank], purpose=_PURPOSE).wait()
-        if around.are_whole:
+        if self._are_whole:
             numbers = chain.from_iterable(repeat(each, count) for (_, each), count in told)
             norm, parts = self._norms_of_numbers(own, numbers, rows[:, columns.norms])
             torch.stack([norm, *parts.values()], out=made)
         else:
             norm, parts = self._norms_of_atoms(own, rows[:, columns.norms], made)
-        return Figures(around, own, columns, table, self._norm_or_nan(norm, own, rows, columns), parts, self._kept)
+        found = self._norm_or_nan(norm, own, rows, columns)
+        return Figures(self._channels, own, columns, table, found, parts, self._kept)
 
     def _num_norms(self, own: RankFigures, numbers: Sequence[int]) -> int:
         """How many a rank gives that has gradients of parameters with these numbers."""
-        return len(numbers) if self._sends_norms else 0 if self._around.are_whole else own.num_atoms
+        return len(numbers) if self._sends_norms else 0 if self._are_whole else own.num_atoms
 
     def _counts_in(self, packed: bytes) -> tuple[int, list[int]]:
         """How many digests a rank has, and the parameters that it has norms for."""
@@ -197,8 +183,8 @@ class FigureMaking:
         if num_digests < 0:
             raise ValueError(f"{num_digests} digests")
         for number in numbers:
-            if not 0 <= number < len(self._around.dtypes):
-                raise ValueError(f"parameter {number} of {len(self._around.dtypes)}")
+            if not 0 <= number < len(self._dtypes):
+                raise ValueError(f"parameter {number} of {len(self._dtypes)}")
         return num_digests, numbers
 
     def _fill(self, row: torch.Tensor, own: RankFigures, columns: _Columns) -> None:
@@ -215,7 +201,7 @@ class FigureMaking:
         if self._sends_norms and own.used:
             found = self._norms_of_used(own)
             torch.stack([found[at] for at in own.used], out=norms[: len(found)])
-        elif not self._around.are_whole:
+        elif not self._are_whole:
             for atom, out in enumerate(norms.unbind()):
                 runs = [run for run, at in own.runs if at == atom]
                 norm_on_device(runs, self._kept, out=out, of=f" of atom {atom}")
@@ -226,7 +212,7 @@ class FigureMaking:
             torch.stack(list(own.digests.values()), out=bits)
 
     def _norms_of_used(self, own: RankFigures) -> dict[int, torch.Tensor]:
-        return norms_of(own.used, alike(tuple(own.used), self._around.dtypes, self._kept.device))
+        return norms_of(own.used, alike(tuple(own.used), self._dtypes, self._kept.device))
 
     def _norms_of_numbers(
         self, own: RankFigures, numbers: Iterable[Sequence[int]], columns: torch.Tensor
@@ -237,7 +223,7 @@ class FigureMaking:
             norms = {at: norm for of_rank, row in pairs for at, norm in zip(of_rank, row.unbind(), strict=False)}
         else:
             norms = self._norms_of_used(own)
-        dtypes, of_parts = self._around.dtypes, {} if own.norms is None else own.norms.numbers
+        dtypes, of_parts = self._dtypes, {} if own.norms is None else own.norms.numbers
         order = [at for group in alike(tuple(sorted(norms)), dtypes, self._kept.device) for at in group]
 
         def total(numbers: Iterable[int], of: str) -> torch.Tensor:
@@ -249,8 +235,8 @@ class FigureMaking:
 
     def _norms_of_atoms(self, own: RankFigures, columns: torch.Tensor, made: torch.Tensor) -> _NormAndParts:
         """Gradients are in parts on several ranks; columns: what all ranks give for each atom. made: gets the norms."""
-        dtype, atoms_of = self._around.norm_dtype, {} if own.norms is None else own.norms.atoms
-        if self._around.is_host:
+        dtype, atoms_of = self._norm_dtype, {} if own.norms is None else own.norms.atoms
+        if self._is_host:
             # Exact sums make it the same for every partition.
             squares = columns.numpy()
             of_parts = {key: norm_of(squares[:, [*atoms]].reshape(-1), dtype) for key, atoms in atoms_of.items()}
@@ -272,7 +258,7 @@ class FigureMaking:
         return total(columns, made[0], ""), parts
 
     def _in_norm_dtype(self, norm: torch.Tensor, of: str) -> torch.Tensor:
-        dtype = self._around.norm_dtype
+        dtype = self._norm_dtype
         return norm if norm.dtype == dtype else self._kept.place(f"norm{of} in its dtype", dtype=dtype).copy_(norm)
 
     def _norm_or_nan(self, norm: torch.Tensor, own: RankFigures, rows: torch.Tensor, columns: _Columns) -> torch.Tensor:
@@ -289,7 +275,7 @@ class FigureMaking:
 
     @cached_property
     def _first_index(self) -> torch.Tensor:
-        return torch.tensor(self._around.ranks.first_of, device=self._kept.device)
+        return torch.tensor(self._channels.ranks.first_of, device=self._kept.device)
 
 
 class HostCopy:
@@ -323,7 +309,7 @@ class Figures:
 
     def __init__(
         self,
-        around: Surroundings,
+        channels: EngineChannels,
         own: RankFigures,
         columns: _Columns,
         table: torch.Tensor,
@@ -335,7 +321,7 @@ class Figures:
 
         All of them are `kept`, and hold until the next step; what is asked later is in the copy for the host.
         """
-        self._around = around
+        self._ranks, self._is_host = channels.ranks, channels.world.device.type == "cpu"
         self._given_weighting, self._has_weights = own.losses.weighting, own.weights is not None
         self._entries = list(own.digests)
         self._columns = columns
@@ -343,11 +329,11 @@ class Figures:
         self._kept = kept
         self.found_inf: torch.Tensor | None = None
         """On a device: 1 if the step must be skipped, else 0. Optimizers that skip there ask for it in this form."""
-        if not around.is_host:
+        if not self._is_host:
             # Only nan is unlike itself.
             self.found_inf = torch.ne(norm, norm, out=kept.place("found_inf", dtype=torch.float32))
         self._copy = HostCopy(table)
-        if around.is_host:
+        if self._is_host:
             self.check()
 
     @property
@@ -358,9 +344,9 @@ class Figures:
     @property
     def may_be_refused(self) -> bool:
         """Whether `check` can raise, which on the host it has done by now."""
-        if self._around.is_host:
+        if self._is_host:
             return False
-        return self._has_weights or bool(self._entries) or self._around.ranks.alike_index.shape[1] > 1
+        return self._has_weights or bool(self._entries) or self._ranks.alike.shape[1] > 1
 
     def check(self) -> None:
         """Raise MismatchError for ranks along tp with unlike losses or batches, and BatchError for weights."""
@@ -425,22 +411,23 @@ class Figures:
     def _weighting(self) -> Weighting:
         if not self._has_weights:
             return self._given_weighting
-        of_ranks = self._rows[self._around.ranks.speaker_index]
+        of_ranks = self._rows[self._ranks.speakers]
         weighting = replace(self._given_weighting, table=of_ranks[:, self._columns.weights], is_known=True)
-        check_weighting(weighting)
+        weighting.check()
         return weighting
 
     @cached_property
     def _means(self) -> dict[str, float]:
         self._check_batches()
-        ranks, num_kinds = self._around.ranks, 1 + len(self._columns.names)
+        num_kinds = 1 + len(self._columns.names)
         losses = self._rows[:, self._columns.losses].reshape(-1, num_kinds, self._columns.num_losses)
         shares = losses[:, :, 0]
-        if not self._around.is_host:
-            of_kinds = [self._weighting.shares_of_mean(losses[:, at], ranks.data_ranks) for at in range(num_kinds)]
+        if not self._is_host:
+            weighting, data_ranks = self._weighting, self._ranks.data_ranks
+            of_kinds = [weighting.shares_of_mean(losses[:, at], data_ranks) for at in range(num_kinds)]
             shares = np.array(of_kinds).T
         # Kernels on devices add in any order.
-        return sums_of_shares(shares, self._columns.names, ranks.alike_index, is_exact=self._around.is_host)
+        return sums_of_shares(shares, self._columns.names, self._ranks.alike, is_exact=self._is_host)
 
     @property
     def _digests(self) -> npt.NDArray[np.int64]:
@@ -450,7 +437,7 @@ class Figures:
     @cached_property
     def _different(self) -> bool:
         """Whether a rank has another batch than the first one that has to have the same."""
-        return bool(self._entries) and not np.array_equal(self._digests, self._digests[self._around.ranks.first_index])
+        return bool(self._entries) and not np.array_equal(self._digests, self._digests[self._ranks.first_of])
 
     def _check_batches(self) -> None:
         if self._different:
@@ -461,4 +448,4 @@ class Figures:
                 ]
                 for each in self._digests
             ]
-            refuse_different_batches(lines_of, self._around.ranks.first_of)
+            refuse_different_batches(lines_of, self._ranks.first_of)

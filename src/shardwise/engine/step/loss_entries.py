@@ -60,11 +60,11 @@ class LossEntries:
     def shares(self) -> list[float]:
         """The part of the weighted mean that this rank's microbatches make: of the loss, and then of each name."""
         values = self.values()
-        count = len(self._losses)
+        if not self._losses:
+            return [0.0] * len(values)
         # From a device in one copy.
-        flat = torch.stack([each.double() for each in chain.from_iterable(values)]).tolist() if count else []
-        cuts = [flat[at * count : (at + 1) * count] for at in range(len(values))]
-        return [self.weighting.share_of_mean(cut, self._data_rank) for cut in cuts]
+        flat = torch.stack([each.double() for each in chain.from_iterable(values)]).cpu().numpy()
+        return self.weighting.shares_of_mean(flat.reshape(len(values), -1), [self._data_rank] * len(values))
 
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:

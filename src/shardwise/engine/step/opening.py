@@ -177,7 +177,7 @@ class StepOpening:
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
         self._compared_steps -= 1
-        if ranks := ranks_with_same_rows(batches, self._channels.ranks.speakers):
+        if ranks := ranks_with_same_rows(batches, self._channels.ranks.speakers.tolist()):
             self._compared_steps = 0
             if self._channels.world.rank == 0:
                 named = " and ".join(f"rank {rank}" for rank in ranks[:2])

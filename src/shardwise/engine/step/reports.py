@@ -78,33 +78,16 @@ class StepReport(_ValuesOnLook):
 
 
 def report_on_look(
-    values: Callable[[], Mapping[str, Any]],
-    *,
-    num_microbatches: int,
-    stop: bool,
-    is_scaled: bool = False,
-    has_norms: bool = False,
-    times: Sequence[RankValues] = (),
+    values: Callable[[], Mapping[str, Any]], *, times: Sequence[RankValues] = (), **known: object
 ) -> StepReport:
-    """A report whose other fields are what `values` gives at the first look.
-
-    is_scaled: `loss_scale` is one of them. has_norms: `norms` is.
+    """A report with `known` fields, whose others are what `values` gives at the first look.
 
     times: what all ranks have packed of theirs.
     """
     report = object.__new__(StepReport)
     # Past the constructor, which would want all fields, and past the refusal of a frozen class.
-    for name, value in (
-        ("num_microbatches", num_microbatches),
-        ("stop", stop),
-        ("_values", values),
-        ("_times", times),
-    ):
+    for name, value in {**known, "_values": values, "_times": times}.items():
         object.__setattr__(report, name, value)
-    if not is_scaled:
-        object.__setattr__(report, "loss_scale", None)
-    if not has_norms:
-        object.__setattr__(report, "norms", None)
     return report
 
 

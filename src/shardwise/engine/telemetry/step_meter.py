@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,16 +26,54 @@ _MOST_PENDING = 64
 """Steps that a device may be behind before the oldest is forgotten."""
 
 
-class HostMeter:
-    """Of a rank on the CPU, by the clock of its tally."""
+class _Meter:
+    """Of one rank: a tally counts its waits and its bytes."""
 
     def __init__(self, channel: Channel) -> None:
         self._tally = tally_of(channel)
-        self._peak = _Peak(channel)
-        self._rank, self._num_ranks = channel.rank, channel.size
+        self._rank, self._num_ranks, self._device = channel.rank, channel.size, channel.device
+        self._counted: list[Counted] = []
+        """Since the last step closed."""
+        self._looked_s, self._peak_bytes = -math.inf, 0
+
+    def _times(
+        self,
+        step_s: float,
+        outside_s: float,
+        waits: Sequence[tuple[int | None, float]],
+        counted: Sequence[Counted],
+        now_s: float,
+    ) -> RankTimes:
+        """step_s: in steps, with waits. waits: by the rank that came last, where that is known."""
+        if now_s - self._looked_s >= _PEAK_SECONDS:
+            self._looked_s = now_s
+            self._peak_bytes = peak_memory(self._device) if self._device.type != "cpu" else _peak_of_process()
+        waited: Counter[int] = Counter()
+        for rank, seconds in waits:
+            if rank is not None:
+                waited[rank] += seconds  # type: ignore[assignment]
+        waiting_s = math.fsum(seconds for _, seconds in waits)
+        return RankTimes(
+            rank=self._rank,
+            compute_s=step_s - waiting_s,
+            waiting_s=waiting_s,
+            waited_for=dict(waited.most_common()),
+            outside_s=outside_s,
+            sent_bytes=sum(each.sent_bytes for each in counted),
+            received_bytes=sum(each.received_bytes for each in counted),
+            peak_bytes=self._peak_bytes,
+            late_steps=0,
+        )
+
+
+class HostMeter(_Meter):
+    """Of a rank on the CPU, by the clock of its tally."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
         self._since_s = 0.0
         self._left_s: float | None = None
-        self._clear()
+        self._inside_s = self._outside_s = 0.0
 
     def begin(self) -> None:
         """A step begins."""
@@ -48,19 +86,10 @@ class HostMeter:
     def packed(self) -> list[bytes]:
         """All since the last call, or of an earlier step where that is what is known; empty parts: nothing is."""
         self._add()
-        waiting_s = math.fsum(self._waited.values())
-        times = RankTimes(
-            rank=self._rank,
-            compute_s=self._inside_s - waiting_s,
-            waiting_s=waiting_s,
-            waited_for=dict(self._waited.most_common()),
-            outside_s=self._outside_s,
-            sent_bytes=self._sent_bytes,
-            received_bytes=self._received_bytes,
-            peak_bytes=self._peak.at(self._since_s),
-            late_steps=0,
-        )
-        self._clear()
+        waits = [wait for each in self._counted for wait in each.waited.items()]
+        times = self._times(self._inside_s, self._outside_s, waits, self._counted, self._since_s)
+        self._inside_s = self._outside_s = 0.0
+        self._counted = []
         return times.packed(num_ranks=self._num_ranks)
 
     def end(self) -> None:
@@ -73,15 +102,7 @@ class HostMeter:
         now_s = self._tally.now_s()
         self._inside_s += now_s - self._since_s
         self._since_s = now_s
-        counted = self._tally.take()
-        self._waited.update(counted.waited)
-        self._sent_bytes += counted.sent_bytes
-        self._received_bytes += counted.received_bytes
-
-    def _clear(self) -> None:
-        self._inside_s = self._outside_s = 0.0
-        self._waited: Counter[int] = Counter()
-        self._sent_bytes = self._received_bytes = 0
+        self._counted.append(self._tally.take())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,27 +112,26 @@ class _DeviceStep:
     number: int
     whole: DeviceSpan
     outside: list[DeviceSpan]
-    waits: list[DeviceSpan]
-    sent_bytes: int
-    received_bytes: int
+    counted: list[Counted]
+
+    @property
+    def waits(self) -> list[DeviceSpan]:
+        return [span for each in self.counted for span in each.spans]
 
     @property
     def is_over(self) -> bool:
         return self.whole.is_over and all(each.is_over for each in self.waits)
 
 
-class _DeviceMeter:
+class _DeviceMeter(_Meter):
     """Of a rank whose device computes, by events on its current stream. The host never waits for one."""
 
     def __init__(self, channel: Channel) -> None:
-        self._tally = tally_of(channel)
-        self._peak = _Peak(channel)
-        self._rank, self._num_ranks, self._device = channel.rank, channel.size, channel.device
+        super().__init__(channel)
         self._number = 0
         self._closed: torch.Event | None = None
         self._left: torch.Event | None = None
         self._outside: list[DeviceSpan] = []
-        self._counted: list[Counted] = []
         self._steps: deque[_DeviceStep] = deque(maxlen=_MOST_PENDING)
         self._known: tuple[int, RankTimes] | None = None
 
@@ -127,21 +147,17 @@ class _DeviceMeter:
         assert self._closed is not None, "a step has begun"
         closed = self._tally.event(self._device)
         self._counted.append(self._tally.take())
-        self._steps.append(
-            _DeviceStep(
-                number=self._number,
-                whole=DeviceSpan(self._closed, closed, None),
-                outside=self._outside,
-                waits=[span for each in self._counted for span in each.spans],
-                sent_bytes=sum(each.sent_bytes for each in self._counted),
-                received_bytes=sum(each.received_bytes for each in self._counted),
-            )
-        )
+        whole = DeviceSpan(self._closed, closed, None)
+        step = _DeviceStep(number=self._number, whole=whole, outside=self._outside, counted=self._counted)
+        self._steps.append(step)
         self._number += 1
         self._closed, self._outside, self._counted = closed, [], []
         while self._steps and self._steps[0].is_over:
             step = self._steps.popleft()
-            self._known = step.number, self._times(step)
+            outside_s = math.fsum(each.seconds for each in step.outside)
+            waits = [(each.rank, each.seconds) for each in step.waits]
+            inside_s = step.whole.seconds - outside_s
+            self._known = step.number, self._times(inside_s, outside_s, waits, step.counted, self._tally.now_s())
         if self._known is None:
             return [b"", b""]
         number, times = self._known
@@ -151,44 +167,6 @@ class _DeviceMeter:
         self._left = self._tally.event(self._device)
         self._counted.append(self._tally.take())
         self._tally.close()
-
-    def _times(self, step: _DeviceStep) -> RankTimes:
-        waited: Counter[int] = Counter()
-        for span in step.waits:
-            if span.rank is not None:
-                waited[span.rank] += span.seconds  # type: ignore[assignment]
-        waiting_s, outside_s = _seconds(step.waits), _seconds(step.outside)
-        return RankTimes(
-            rank=self._rank,
-            compute_s=step.whole.seconds - waiting_s - outside_s,
-            waiting_s=waiting_s,
-            waited_for=dict(waited.most_common()),
-            outside_s=outside_s,
-            sent_bytes=step.sent_bytes,
-            received_bytes=step.received_bytes,
-            peak_bytes=self._peak.at(self._tally.now_s()),
-            late_steps=0,
-        )
-
-
-def _seconds(spans: Iterable[DeviceSpan]) -> float:
-    return math.fsum(each.seconds for each in spans)
-
-
-class _Peak:
-    """The peak of memory, as it was when it was last looked up."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._device = channel.device
-        self._looked_s = -math.inf
-        self._bytes = 0
-
-    def at(self, now_s: float) -> int:
-        """Of a time on the clock of the tally."""
-        if now_s - self._looked_s >= _PEAK_SECONDS:
-            self._looked_s = now_s
-            self._bytes = peak_memory(self._device) if self._device.type != "cpu" else _peak_of_process()
-        return self._bytes
 
 
 def _peak_of_process() -> int:
