@@ -30,10 +30,10 @@ from shardwise.comm.agreement import agreed, understood
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_pieces
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, tables_of, unpack_pieces
 from shardwise.moving.replica_samples import samples_of
 from shardwise.plan import Plan
-from shardwise.plan.saved_settings import merge_settings
+from shardwise.plan.saved_settings import merge_apart, settings_apart
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
@@ -42,6 +42,7 @@ VISIBLE_SECONDS = 30.0
 
 _PAUSE_SECONDS = 0.05
 
+_FACTS = "request, pieces, ties and settings of a save"
 _COMMIT, _WAITING = "verdict on the commit of a save", b"waiting"
 
 
@@ -271,7 +272,7 @@ class SaveMemory:
 
     def __init__(self) -> None:
         self.known_dtensors = KnownDTensors()
-        self.gathering = Gathering("request, pieces, ties and settings of a save")
+        self.gathering = Gathering(_FACTS)
         self._rewriting: StateRewriting | None = None
         self._key: object = None
         self._kept: tuple[dict[str, str], Arrangement] | None = None
@@ -314,23 +315,22 @@ def prepare(
         arguments = arguments.checked()
         store = store_of(path)
         held = hold(state, known=memory.known_dtensors)
-        ties_and_settings = json.dumps([held.aliases, held.settings]).encode()
-        gathered.own = [arguments.text(), pack_pieces(list(held.tensors)), ties_and_settings]
+        facts = [json.dumps(each).encode() for each in (held.aliases, *settings_apart(held.settings))]
+        gathered.own = [arguments.text(), pack_pieces(list(held.tensors)), *facts]
         if channel.rank == 0:
             attempt = begin(store)
             # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
             gathered.value = attempt.pack()
-    requests, pieces, facts = gathered.texts
+    requests, pieces, aliases_of_all, *settings_of_all = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step, layout and rewrite are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
     (attempt,) = understood(gathered.values[:1], Attempt.unpack, purpose="place of a save")
-    known = {text: json.loads(text) for text in dict.fromkeys(facts)}
-    ties = [known[text][0] for text in facts]
+    ties = tables_of(aliases_of_all, purpose=_FACTS)
     # Ranks know different settings, such as the optimizers of their own stage.
-    settings = merge_settings([known[text][1] for text in facts])
+    settings = merge_apart([tables_of(each, purpose=_FACTS) for each in settings_of_all])
     became = None
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, layout_of(settings))

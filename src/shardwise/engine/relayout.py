@@ -11,7 +11,6 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
     rank 1   4 5 6 7   --+       +-->   1 3 5 7      never the whole model
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +30,7 @@ from shardwise.engine.forward.kept_objects import aliases_in, take_along
 from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.model.rank_parts import Asked, Settled
 from shardwise.engine.model.state import EngineRestoration, HandOver
-from shardwise.engine.model.state_of_all import merged_settings, sources_of, stored_of_all, targets_of
+from shardwise.engine.model.state_of_all import merged_settings, settings_texts, sources_of, stored_of_all, targets_of
 from shardwise.engine.optimizers.known import of_no_parameter
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import Gathering, reshard
@@ -150,8 +149,8 @@ def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[s
                 "layout. Build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: "
                 "sw.save, and sw.load under the other plan"
             )
-        gathered.own = [json.dumps(handed.settings).encode()]
-    settings = merged_settings(*gathered.texts, purpose="settings of a relayout")
+        gathered.own = settings_texts(handed.settings)
+    settings = merged_settings(gathered.texts, purpose="settings of a relayout")
     return {**settings, ADDED: sorted(handed.unfrozen)}
 
 

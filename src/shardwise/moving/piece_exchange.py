@@ -6,21 +6,23 @@ said the last time not at all::
     rank       0     1     2     3          texts: A = rows of stage 0, B = rows of stage 1
     text       A     A     B     B
     digests    a     a     b     b          16 bytes from each rank to each
-    texts      A     -     B     -          only if somebody's differs, and is not known
+    texts      A     -     B     -          what not all say, and is not known
 """
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_pair, agreed, compare, texts_in, understood
+from shardwise.comm.agreement import a_pair, a_table, agreed, compare, texts_in, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
@@ -82,9 +84,10 @@ class Gathering:
             for digest in each:
                 first_of.setdefault(digest, rank)
         known = dict(self._known)
-        unknown = [digest for digest in first_of if digest not in known]
-        # Where all say the same, each has all texts: its own. So it is with replicas, and in most calls.
-        if unknown and any(each != digests[0] for each in digests):
+        # What all say, each has: its own. So it is with replicas, and in most calls.
+        sayers = Counter(chain.from_iterable(map(set, digests)))
+        unknown = [digest for digest in first_of if digest not in known and sayers[digest] < channel.size]
+        if unknown:
             texts = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
             answers = channel.exchange(json.dumps(texts).encode(), purpose=self._purpose)
             # A text is what its digest says, from whichever rank it comes.
@@ -104,6 +107,18 @@ class Gathering:
 
 def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
     return {xxhash.xxh3_128_digest(text.encode()): text.encode() for text in texts}
+
+
+def tables_of(texts: Sequence[bytes], *, purpose: str) -> list[dict[str, Any]]:
+    """What the texts of all ranks say, each an object in JSON; those with the same text share one."""
+    known: dict[bytes, dict[str, Any]] = {}
+
+    def table(text: bytes) -> dict[str, Any]:
+        if text not in known:
+            known[text] = a_table(text)
+        return known[text]
+
+    return understood(texts, table, purpose=purpose)
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> bytes:

@@ -136,6 +136,25 @@ def _written(config: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def settings_apart(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Settings in two: all but the groups of optimizers; and these, which name all parameters and are alike on ranks.
+
+    So that what differs travels without the names. `merge_apart` brings both together again.
+    """
+    optimizers = settings.get("optimizers", ())
+    if not optimizers:
+        return [dict(settings), {}]
+    others = [{**each, "groups": None} for each in optimizers]
+    return [{**settings, "optimizers": others}, {"optimizers": [{"groups": each["groups"]} for each in optimizers]}]
+
+
+def merge_apart(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """As `merge_settings`, from what all ranks have of each part."""
+    merged, named = map(merge_settings, parts)
+    pairs = zip(merged.get("optimizers", ()), named.get("optimizers", ()), strict=True)
+    return merged | ({"optimizers": [{**one, **other} for one, other in pairs]} if named else {})
+
+
 def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings that ranks know together. Raises MismatchError where two say different things under one key.
 

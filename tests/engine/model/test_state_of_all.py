@@ -1,41 +1,70 @@
-"""Settings of many ranks: what several say travels, is read and is merged once."""
+"""Settings of many ranks: what differs travels, and is read and merged once."""
 
-import json
-from functools import partial
 from typing import Any
 
 import pytest
 
-from shardwise.engine.model.state_of_all import merged_settings
+from shardwise import simulate
+from shardwise.comm import Channel
+from shardwise.engine.model.state_of_all import merged_settings, settings_texts
 from shardwise.errors import MismatchError, PeerError
+from shardwise.moving import Gathering
+
+NAMES = [f"layers.{at}.weight" for at in range(50)]
 
 
-def text(rank: int, *, lr: float = 0.1) -> bytes:
+def texts(rank: int, *, lr: float = 0.1) -> list[bytes]:
     """As an engine gives them: ranks differ in what is no tensor in their state, and the first has more."""
-    names = [f"layers.{at}.weight" for at in range(50)]
     settings: dict[str, Any] = {
         "optimizers": [
             {
-                "groups": [{"parameters": names, "settings": {"lr": lr}}],
+                "groups": [{"parameters": NAMES, "settings": {"lr": lr}}],
                 "plain": {"step": "int"} if rank % 2 else {},
                 "none": {"buffer": True} if rank % 3 else {},
             }
         ],
         **({"model_files": {}} if rank == 0 else {}),
     }
-    return json.dumps(settings).encode()
+    return settings_texts(settings)
 
 
-merged = partial(merged_settings, purpose="settings")
+def merged(of_ranks: list[list[bytes]]) -> dict[str, Any]:
+    return merged_settings([*zip(*of_ranks, strict=True)], purpose="settings")
 
 
 def test_they_are_merged_and_the_rank_that_differs_or_says_nothing_is_named() -> None:
-    settings = merged([text(rank) for rank in range(8)])
+    settings = merged([texts(rank) for rank in range(8)])
     assert settings["model_files"] == {}
     (optimizer,) = settings["optimizers"]
     assert (optimizer["plain"], optimizer["none"]) == ({"step": "int"}, {"buffer": True})
+    assert optimizer["groups"] == [{"parameters": NAMES, "settings": {"lr": 0.1}}]
     for odd in (1, 6):
         with pytest.raises(MismatchError, match=rf"0.1 on the ranks before rank {odd}, and 0.2 there"):
-            merged([text(rank, lr=0.2 if rank == odd else 0.1) for rank in range(8)])
+            merged([texts(rank, lr=0.2 if rank == odd else 0.1) for rank in range(8)])
     with pytest.raises(PeerError, match="rank 2"):
-        merged([text(0), text(1), b"[]", b"[]"])
+        merged([texts(0), texts(1), [b"[]", b"{}"], [b"[]", b"{}"]])
+
+
+class Counting:
+    """A channel that counts what all ranks give."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.rank, self.size = channel.rank, channel.size
+        self.num_bytes = 0
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        answers = list(self._channel.exchange(value, purpose=purpose))
+        self.num_bytes += sum(map(len, answers))
+        return answers
+
+
+def gathered(channel: Channel) -> tuple[list[list[bytes]], int]:
+    counting = Counting(channel)
+    return Gathering("settings").gather(counting, texts(channel.rank)), counting.num_bytes  # type: ignore[arg-type]
+
+
+def test_names_that_all_ranks_have_do_not_travel() -> None:
+    for found, num_bytes in simulate(3, gathered):
+        assert [*zip(*found, strict=True)] == [tuple(texts(rank)) for rank in range(3)]
+        assert num_bytes < len(texts(0)[1])

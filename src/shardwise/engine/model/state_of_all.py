@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, understood
 from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.zero.flat_params import whole
 from shardwise.moving import Gathering
+from shardwise.moving.piece_exchange import tables_of
 from shardwise.plan.names import MASTER, split_state_name
-from shardwise.plan.saved_settings import merge_settings
+from shardwise.plan.saved_settings import merge_apart, settings_apart
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]
@@ -58,25 +58,18 @@ def _buffers(model: nn.Module) -> Pieces:
 def stored_of_all(channel: Channel, pieces: Pieces, *, purpose: str) -> dict[str, Piece]:
     """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it."""
     (texts,) = Gathering(purpose).gather(channel, [json.dumps(described(pieces)).encode()])
-    tables = {id(table): table for table in _tables(texts, purpose)}  # replicas hold the same
+    tables = {id(table): table for table in tables_of(texts, purpose=purpose)}  # replicas hold the same
     return {piece.name: piece for table in tables.values() for piece in whole_pieces(table)}
 
 
-def merged_settings(texts: Sequence[bytes], *, purpose: str) -> dict[str, Any]:
-    """What `merge_settings` makes of the settings of all ranks, from their texts."""
-    return merge_settings(_tables(texts, purpose))
+def settings_texts(settings: Mapping[str, Any]) -> list[bytes]:
+    """The settings of a rank, as they travel."""
+    return [json.dumps(each).encode() for each in settings_apart(settings)]
 
 
-def _tables(texts: Sequence[bytes], purpose: str) -> list[dict[str, Any]]:
-    """Of all ranks; those with the same text share one."""
-    known: dict[bytes, dict[str, Any]] = {}
-
-    def table(text: bytes) -> dict[str, Any]:
-        if text not in known:
-            known[text] = a_table(text)
-        return known[text]
-
-    return understood(texts, table, purpose=purpose)
+def merged_settings(texts: Sequence[Sequence[bytes]], *, purpose: str) -> dict[str, Any]:
+    """What `merge_apart` makes of the settings of all ranks, from what each has given of `settings_texts`."""
+    return merge_apart([tables_of(each, purpose=purpose) for each in texts])
 
 
 def described(pieces: Pieces) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -31,6 +31,7 @@ from shardwise.engine.model.state_of_all import (
     Pieces,
     described,
     merged_settings,
+    settings_texts,
     sources_of,
     stored_of_all,
     targets_of,
@@ -109,7 +110,7 @@ def _gathered(
     if only is not None:
         asked += f", only={few_of(sorted(only))} (digest {digest_of_lines(sorted(only))[:8]})"
     with Gathering(f"settings of {_PURPOSE}").agreed(channel) as gathered:
-        gathered.own = [json.dumps(handed.settings).encode()]
+        gathered.own = settings_texts(handed.settings)
         gathered.value = asked.encode()
     calls = [each.decode(errors="replace") for each in gathered.values]
     if other := [rank for rank, each in enumerate(calls) if each != calls[0]]:
@@ -117,7 +118,7 @@ def _gathered(
             f"rank {other[0]} calls engine.whole({calls[other[0]]}), but rank 0 engine.whole({calls[0]}); make the "
             "same call on all ranks"
         )
-    settings = merged_settings(*gathered.texts, purpose=f"settings of {_PURPOSE}")
+    settings = merged_settings(gathered.texts, purpose=f"settings of {_PURPOSE}")
     sources = {
         piece: each
         for piece, each in sources_of(handed).items()
