@@ -95,7 +95,7 @@ print(max(sw.simulate(2, train)))
     },
     "plan_reshard, 2,000 different tensors, 8 ranks": COMMON
     + """
-from shardwise.plan.reshard import plan_reshard
+from shardwise.routes.reshard import plan_reshard
 def pieces(by_rows):
     ranks = []
     for rank in range(8):

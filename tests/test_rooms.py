@@ -13,7 +13,7 @@ import grimp
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
-PURE = ("space", "plan", "rewrite", "words", "errors", "keepers", "launchers", "train/config")
+PURE = ("space", "plan", "routes", "rewrite", "words", "errors", "keepers", "launchers", "train/config")
 DRAWERS = frozenset({"util", "helper", "common", "base", "misc", "manager", "handler", "wrapper", "context", "impl"})
 MAX_LINES = 700
 MAX_ARGUMENTS = 8
@@ -78,7 +78,7 @@ def lines_with(files: Iterable[Path], pattern: str) -> list[str]:
 
 
 def test_no_kind_of_device_is_named_outside_of_comm() -> None:
-    rooms = ("engine", "train", "cli", "moving", "plan", "checkpoint")
+    rooms = ("engine", "train", "cli", "moving", "routes", "plan", "checkpoint")
     files = [file for room in rooms for file in sorted((SOURCE / "shardwise" / room).rglob("*.py"))]
     assert len(files) > 100
     assert lines_with(files, "cuda") == []
@@ -88,7 +88,7 @@ def test_no_modules_import_each_other() -> None:
     """In functions and for types neither."""
     graph = grimp.build_graph("shardwise", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    assert "shardwise.plan.routes" in imports["shardwise.plan.reshard"]
+    assert "shardwise.routes.reshard_plan" in imports["shardwise.routes.reshard"]
     TopologicalSorter(imports).prepare()  # or raises CycleError, which shows the circle
 
 

@@ -16,7 +16,8 @@ import shardwise as sw
 from shardwise.comm import Work
 from shardwise.moving.piece_exchange import pack_pieces, unpack_pieces
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.plan.reshard import ReshardPlan, plan_reshard
+from shardwise.routes.reshard import plan_reshard
+from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Mesh, Piece
 from tests.engine.refusals import same_error_everywhere
 from tests.moving.layouts import Side, State, bits, empty_state, sides, state_of, strided, whole_values

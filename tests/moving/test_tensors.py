@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.plan.reshard import plan_reshard
+from shardwise.routes.reshard import plan_reshard
 from shardwise.space import Piece
 from tests.engine.refusals import same_error_everywhere
 from tests.moving.layouts import Side, sides, values

@@ -13,12 +13,12 @@ from shardwise.plan.activation_choice import meant_modules
 from shardwise.plan.nested_state import nested_state
 from shardwise.plan.optimizer_entries import python_type, values_of
 from shardwise.plan.outlines import check_keep, describe
-from shardwise.plan.reshard import ReshardPlan, plan_reshard
 from shardwise.plan.saved_settings import shared_to_json, stored_optimizers
 from shardwise.plan.schedule_check import adapt, check
 from shardwise.plan.schedules import Schedule, make_schedule
 from shardwise.plan.timeline import ideal_bubble, simulate_schedule
 from shardwise.plan.units import plan_units
+from shardwise.routes.reshard import plan_reshard
 from shardwise.space import Mesh, Piece
 from tests.plan.outlines import Tree, layers, model, shared_embedding
 from tests.refusals import Refusals
@@ -217,23 +217,12 @@ WANTED = [
 ]
 
 
-def text_with(number: int, line: str) -> str:
-    """A reshard with another line."""
-    lines = plan_reshard([[piece()]], [[piece()]]).text().splitlines()
-    return "\n".join([*lines[: number - 1], line, *lines[number:]])
-
-
 RESHARDS = {
     "all of a reshard": of(plan_reshard, HELD, WANTED, cast=False),
     "a cast to real numbers": of(plan_reshard, [[HELD[0][4]], []], [[], [WANTED[1][1]]], cast=True),
     "rows that nobody holds": of(plan_reshard, [[piece(shape=(7, 4))], []], [[], [piece(), piece()]]),
     "another number of ranks": of(plan_reshard, [[], []], [[]]),
     "too few bytes": of(plan_reshard, [[], []], [[]] * 2, max_bytes=63),
-    "texts of reshards": each(
-        ReshardPlan.parse,
-        *(text_with(1, "reshard: one rank"), text_with(2, "  held by 0: [0:8, 0:4]")),
-        *(text_with(3, "  held by 0: [0:9, 0:4]"), ""),
-    ),
 }
 
 

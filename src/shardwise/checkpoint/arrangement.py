@@ -18,7 +18,7 @@ from typing import Literal
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.holders import Holders, holders_by_tensor, in_order, shared_pieces
+from shardwise.routes.holders import Holders, holders_by_tensor, in_order, shared_pieces
 from shardwise.space import Piece, check_cover
 
 FileLayout = Literal["pieces", "whole"]

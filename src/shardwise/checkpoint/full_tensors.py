@@ -37,8 +37,8 @@ from shardwise.moving.piece_exchange import Gathering
 from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.moving.replica_samples import compare_samples, samples_of
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.holders import Holders, holders_by_tensor, shared_pieces
 from shardwise.rewrite import Rewrite
+from shardwise.routes.holders import Holders, holders_by_tensor, shared_pieces
 from shardwise.space import Move, Piece, check_cover, moves
 
 

@@ -23,7 +23,7 @@ from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.holders import Holders, holders_by_tensor
+from shardwise.routes.holders import Holders, holders_by_tensor
 from shardwise.space import Move, Piece, Run, moves, overlap
 from shardwise.space.moves import elements_together
 

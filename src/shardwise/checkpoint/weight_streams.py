@@ -44,10 +44,10 @@ from shardwise.moving.live_states import findings_of
 from shardwise.moving.mover import Delivery, Mover, PlanDeliveries
 from shardwise.moving.piece_exchange import Gathering, agree_on_plan, pack_pieces, unpack_alike
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
-from shardwise.plan.holders import holders_by_tensor, shared_pieces
 from shardwise.plan.names import is_state_name
-from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.rewrite import Rewrite
+from shardwise.routes.holders import holders_by_tensor, shared_pieces
+from shardwise.routes.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Move, Piece
 
 _PURPOSE = "layouts of a stream"

@@ -1,7 +1,7 @@
 """Moving: live state from one layout to another, across ranks and without a file.
 
 [1] ranks tell each other which pieces they hold and want
-[2] each plans alone (`plan.reshard`), and they compare the plans
+[2] each plans alone (`routes.reshard`), and they compare the plans
 [3] batches of messages go round, bounded in bytes; targets are allocated when their first bytes come
 
 `exchange` gives whole values to every rank.

@@ -10,7 +10,7 @@ from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
 from shardwise.moving.mover import carry_out_plan
 from shardwise.moving.piece_exchange import consent
-from shardwise.plan.reshard import DEFAULT_MAX_BYTES
+from shardwise.routes.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
 

@@ -23,7 +23,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.copies import fill, parts_of, put
 from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.plan.dtypes import aligned
-from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
+from shardwise.routes.reshard_plan import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
 from shardwise.space.moves import stretch_of
 

@@ -26,9 +26,9 @@ from shardwise.comm.agreement import a_pair, a_table, agreed, compare, texts_in,
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
-from shardwise.plan.holders import holders_by_tensor, shared_pieces
-from shardwise.plan.reshard import plan_reshard
-from shardwise.plan.routes import ReshardPlan
+from shardwise.routes.holders import holders_by_tensor, shared_pieces
+from shardwise.routes.reshard import plan_reshard
+from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
 
 _DIGEST_BYTES = 16

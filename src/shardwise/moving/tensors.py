@@ -20,7 +20,7 @@ from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.live_states import findings_of, stored_shape
 from shardwise.moving.mover import carry_out_plan
 from shardwise.moving.piece_exchange import Consent, consent
-from shardwise.plan.reshard import DEFAULT_MAX_BYTES
+from shardwise.routes.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
 _TRACKS, _WATCHES, _IGNORES = "gradient", "no gradient", "gradients off"

@@ -1,4 +1,4 @@
-"""Routes: which holder gives which elements of a tensor to whom. The value that `plan_reshard` makes, with its text.
+"""Reshard plans: which holder gives which elements of a tensor to whom. Made by `plan_reshard`, with a text.
 
 Batches of a reshard: what travels together, so that no rank has more than the plan's bytes of messages in memory.
 
@@ -10,12 +10,10 @@ rank that has nothing in a batch goes on to its next one.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from shardwise.errors import PlanError
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.space import Box, Move, Piece, moves
 from shardwise.space.pieces import taken_in_order
@@ -131,7 +129,7 @@ class ReshardPlan:
         return replace(self, routes=tuple(route.reversed() for route in self.routes))
 
     def text(self) -> str:
-        """A heading, the routes, and a line per tensor. `parse` reads it.
+        """A heading, the routes, and a line per tensor.
 
         `0 -> 2: 16 elements` says that the first of the places that hold gives so many to the third that wants.
         """
@@ -146,15 +144,6 @@ class ReshardPlan:
             ]
         lines += [f"tensor {json.dumps(name)}: route {at}" for name, at in self.tensors]
         return "\n".join(lines) + "\n"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The plan that `text` was written from. Raises PlanError naming the first line that is not understood."""
-        reading = _PlanReader(text)
-        num_ranks, max_bytes = reading.heading
-        return cls(
-            num_ranks=num_ranks, max_bytes=max_bytes, routes=tuple(reading.routes), tensors=tuple(reading.tensors)
-        )
 
 
 def _needed_bytes_of(route: Route) -> int:
@@ -295,85 +284,3 @@ def _traffic(route: Route, shares: Sequence[int], lot: Lot) -> _Traffic:
             sums.setdefault(giver, [0, 0])[0] += num_bytes
             sums.setdefault(taker, [0, 0])[1] += num_bytes
     return [(rank, sent, received) for rank, (sent, received) in sums.items()]
-
-
-_HEADING = re.compile(r"reshard: (\d+) ranks, at most (\d+) bytes of messages")
-_ROUTE = re.compile(r"route: (\w+) of shape \[([\d, ]*)\]")
-_HELD = re.compile(r"  held by (\d+): \[([\d:, ]*)\](?: run (\d+):(\d+))?")
-_WANTED = re.compile(r"  wanted by (\d+) as (\w+): \[([\d:, ]*)\](?: run (\d+):(\d+))?")
-_SHARE = re.compile(r"  (\d+) -> (\d+): (\d+) elements(?: in \[([\d:, ]*)\])?")
-_TENSOR = re.compile(r"tensor (\".*\"): route (\d+)")
-
-
-class _PlanReader:
-    """The text of a plan, read line by line."""
-
-    def __init__(self, text: str) -> None:
-        self.heading = (0, 0)
-        """Number of ranks, and of bytes."""
-        self.routes: list[Route] = []
-        self.tensors: list[tuple[str, int]] = []
-        self._held: list[PieceAt] = []
-        self._wanted: list[PieceAt] = []
-        self._shares: list[Share] = []
-        self._route: tuple[str, tuple[int, ...]] | None = None
-        for number, line in enumerate(text.splitlines() or [""], 1):
-            try:
-                understood = self._take_heading(line) if number == 1 else self._take(line)
-            except ValueError:  # PlanError among them
-                understood = False
-            if not understood:
-                raise PlanError(f"line {number} of the reshard is not understood: {line!r}")
-        self._close()
-
-    def _take_heading(self, line: str) -> bool:
-        found = _HEADING.fullmatch(line)
-        if found is not None:
-            self.heading = int(found[1]), int(found[2])
-        return found is not None
-
-    def _take(self, line: str) -> bool:
-        if found := _ROUTE.fullmatch(line):
-            self._close()
-            self._route = found[1], _numbers(found[2])
-        elif found := _TENSOR.fullmatch(line):
-            self._close()
-            self.tensors.append((json.loads(found[1]), int(found[2])))
-            return int(found[2]) < len(self.routes)
-        elif self._route is None:
-            return False
-        elif found := _HELD.fullmatch(line):
-            self._held.append(PieceAt(int(found[1]), self._piece(self._route[0], *found.groups()[1:])))
-        elif found := _WANTED.fullmatch(line):
-            self._wanted.append(PieceAt(int(found[1]), self._piece(*found.groups()[1:])))
-        elif found := _SHARE.fullmatch(line):
-            box = None if found[4] is None else Box(*_bounds(found[4]))
-            self._shares.append(Share(int(found[1]), int(found[2]), int(found[3]), box))
-        else:
-            return False
-        return True
-
-    def _piece(self, dtype: str, bounds: str, start: str | None, stop: str | None) -> Piece:
-        assert self._route is not None
-        offset, shape = _bounds(bounds)
-        run = None if start is None or stop is None else (int(start), int(stop))
-        return Piece(name="", dtype=dtype, global_shape=self._route[1], offset=offset, shape=shape, run=run)
-
-    def _close(self) -> None:
-        """End the route that is begun."""
-        if self._route is not None:
-            dtype, shape = self._route
-            held, wanted, shares = tuple(self._held), tuple(self._wanted), tuple(self._shares)
-            self.routes.append(Route(dtype=dtype, global_shape=shape, held=held, wanted=wanted, shares=shares))
-        self._route = None
-        self._held, self._wanted, self._shares = [], [], []
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(", "))) if text else ()
-
-
-def _bounds(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of a box that is written `0:2, 3:8`."""
-    pairs = [tuple(map(int, each.split(":"))) for each in text.split(", ")] if text else []
-    return tuple(start for start, _ in pairs), tuple(stop - start for start, stop in pairs)

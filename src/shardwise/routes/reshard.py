@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
-from shardwise.plan.holders import Holders, holders_by_tensor
-from shardwise.plan.routes import MIN_MAX_BYTES, PieceAt, ReshardPlan, Route, Share
+from shardwise.routes.holders import Holders, holders_by_tensor
+from shardwise.routes.reshard_plan import MIN_MAX_BYTES, PieceAt, ReshardPlan, Route, Share
 from shardwise.space import Box, Piece
-
-__all__ = ["DEFAULT_MAX_BYTES", "ReshardPlan", "Route", "Share", "plan_reshard"]
 
 DEFAULT_MAX_BYTES = 64 << 20
 """How many bytes of messages a rank has in memory at most."""

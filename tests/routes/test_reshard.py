@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.reshard import ReshardPlan, plan_reshard
-from shardwise.plan.routes import Lot, batches_of, stretch_bytes
+from shardwise.routes.reshard import plan_reshard
+from shardwise.routes.reshard_plan import Lot, ReshardPlan, batches_of, stretch_bytes
 from shardwise.space import Box, Piece
 from shardwise.space.moves import BlockPart
 from tests.costs import calls_in
@@ -67,7 +67,6 @@ def of_name(pieces: list[list[Piece]], name: str) -> list[tuple[int, Piece]]:
 def test_every_element_that_is_wanted_comes_once_from_its_place_in_one_holder(given_sides: Sides) -> None:
     held, wanted = given_sides
     plan = plan_reshard(held, wanted)
-    assert ReshardPlan.parse(plan.text()) == plan
     routes = {name: plan.routes[at] for name, at in plan.tensors}
     for name in {piece.name for each in wanted for piece in each}:
         sources, targets = of_name(held, name), of_name(wanted, name)
