@@ -152,7 +152,7 @@ def results(name: str) -> str:
 
 def drawing(source: str, *words: str, processes: int | None = None) -> str:
     """The picture that `shardwise draw SOURCE` with these settings draws, as a part of the page."""
-    from shardwise.train.drawing import draw
+    from shardwise.pictures.drawing import draw
 
     svg = draw(str(ROOT / source), overrides=words, num_processes=processes)
     return f"<figure markdown='0'>{svg.replace(chr(10), '')}</figure>"

@@ -1,4 +1,4 @@
-"""Simulated timelines are those of a plain fixed point and of the formulas; drawings show them."""
+"""Simulated timelines are those of a plain fixed point and of the formulas."""
 
 from fractions import Fraction
 
@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan import schedules
 from shardwise.plan.schedule_check import chain
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
-from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, ideal_bubble, seconds_text, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, ideal_bubble, simulate_schedule
 from tests.plan.strategies import proven
 
 
@@ -135,42 +134,3 @@ def test_waits_inside_a_measured_forward_are_not_busy_time() -> None:
     ]
     assert (timeline.start_s, timeline.makespan_s, timeline.busy_s) == (99.0, 21.0, (6.0, 10.0))
     assert timeline.bubble == 1 - 16 / 42
-
-
-def test_the_drawing_names_stages_where_ranks_have_several_and_there_is_room() -> None:
-    timeline = equal_stages(made("interleaved", 2, 2, 2))
-    assert draw_timeline(timeline, width=70) == (
-        "rank 0  0.0-1.0-0.2-1.2-........0.2=====....1.2=====0.0=====1.0=====\n"
-        "rank 1  ....0.1-1.1-0.3-0.3=====1.3-1.3=====0.1=====1.1=====........\n"
-        "3.6- forward, 3.6= backward of microbatch 3, stage 6; . idle; 15 s, bubble 20.0%\n"
-    )
-    assert draw_timeline(timeline, width=40).startswith("rank 0  0-1-0-1-....0===..1===0===1===\n")
-
-
-@pytest.mark.parametrize("width", [30, 60, 100, 250])
-def test_the_drawing_keeps_to_its_width_and_every_row_to_the_same_time(width: int) -> None:
-    for name, ranks, chunks, k in (("1f1b", 4, 1, 64), ("interleaved", 4, 2, 8), ("fthenb", 11, 1, 3)):
-        timeline = equal_stages(made(name, ranks, chunks, k), 0.0013, 0.00271)
-        *rows, _ = draw_timeline(timeline, width=width).splitlines()
-        assert len({len(row) for row in rows}) == 1
-        assert len(rows[0]) <= width
-        assert [row.split()[1] for row in rows] == [str(rank) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 s"), (2.5, "2.5 s"), (0.0123456, "12.35 ms"), (3e-6, "3 us"), (0.9996, "999.6 ms")]
-)
-def test_times_are_told_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
-
-
-@pytest.mark.parametrize(("name", "ranks", "chunks", "microbatches"), [("1f1b", 3, 1, 5), ("interleaved", 2, 2, 4)])
-def test_the_figures_of_the_schedules_hold(name: str, ranks: int, chunks: int, microbatches: int) -> None:
-    timeline = equal_stages(made(name, ranks, chunks, microbatches))
-    *rows, legend = draw_timeline(timeline, width=71 if name == "1f1b" else 100).splitlines()
-    assert schedules.__doc__ is not None
-    assert all(f"    {row}\n" in schedules.__doc__ for row in rows)
-    assert legend.partition("idle; ")[2] in schedules.__doc__
-    whole = equal_stages(made("1f1b", 2, 1, 4), 2.0, 4.0)
-    assert whole.makespan_s == 30.0
-    assert whole.bubble == pytest.approx(0.2)

@@ -51,7 +51,7 @@ def draw(
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with errors_in_words(debug=debug):
-        from shardwise.train.drawing import draw as svg_of
+        from shardwise.pictures.drawing import draw as svg_of
 
         svg = svg_of(
             source, rewrite=rewrite, parameters=parameters, names=names, num_processes=nproc, overrides=overrides

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.plan.timeline import seconds_text, slow_ranks
+from shardwise.plan.timeline import slow_ranks
 from shardwise.train.quantities import clock, count, size
 from shardwise.train.run_folder import RunView
+from shardwise.train.timeline_text import seconds_text
 
 _COLUMNS = ("rank", "", "compute", "waits", "for", "outside", "sent", "received", "peak")
 

@@ -27,8 +27,9 @@ from shardwise.engine.step.reports import EvaluationReport, StepReport
 from shardwise.moving.nested_exchange import exchange
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
-from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, seconds_text, simulate_schedule
+from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 from shardwise.train.timeline_files import TraceBar, save_picture, save_trace
+from shardwise.train.timeline_text import draw_timeline, seconds_text
 from shardwise.train.unit_bars import UnitBars
 
 _KEPT_UPDATES = 20

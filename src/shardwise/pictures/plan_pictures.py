@@ -1,11 +1,11 @@
 """What a plan looks like: what each rank of its mesh holds, one update on each rank, the parts of its buckets."""
 
+from shardwise.pictures.svg import INK, MUTED, Picture, colour, shortened
 from shardwise.plan.buckets import Ownership
 from shardwise.plan.schedule_check import adapt, chain
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import Plan
 from shardwise.plan.timeline import simulate_schedule
-from shardwise.svg import INK, MUTED, Picture, colour, shortened
 
 _SHOWN_RANKS = 32
 _SHOWN_BUCKETS = 12

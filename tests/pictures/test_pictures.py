@@ -10,11 +10,11 @@ import torch
 from click.testing import CliRunner
 
 import shardwise as sw
-from shardwise.checkpoint.contents_picture import contents_picture
 from shardwise.cli import main
-from shardwise.plan.plan_pictures import held, mesh_picture, step_picture
-from shardwise.rewrite.rewrite_picture import rewrite_picture
-from shardwise.svg import Picture, colour, shortened
+from shardwise.pictures.contents_picture import contents_picture
+from shardwise.pictures.plan_pictures import held, mesh_picture, step_picture
+from shardwise.pictures.rewrite_picture import rewrite_picture
+from shardwise.pictures.svg import Picture, colour, shortened
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.pictures.svg import Picture, colour, shortened
 from shardwise.space import Piece, PieceIndex
-from shardwise.svg import Picture, colour, shortened
 
 _SHOWN_TENSORS = 24
 _COLUMNS = 3

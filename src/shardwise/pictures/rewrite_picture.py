@@ -5,12 +5,12 @@ from functools import partial
 from math import prod
 from operator import mul
 
+from shardwise.pictures.svg import MUTED, Picture, colour, shortened
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.rewrites import Checked
 from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Box
 from shardwise.space.boxes import row_major_strides
-from shardwise.svg import MUTED, Picture, colour, shortened
 
 _SHOWN_OUTPUTS = 12
 

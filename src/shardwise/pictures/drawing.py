@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint import open as open_checkpoint
-from shardwise.checkpoint.contents_picture import contents_picture
 from shardwise.engine.forward.inventory import take_inventory
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.pictures.contents_picture import contents_picture
+from shardwise.pictures.plan_pictures import bucket_picture, mesh_picture, step_picture
+from shardwise.pictures.rewrite_picture import rewrite_picture
+from shardwise.pictures.svg import Picture, stacked
 from shardwise.plan import Plan, plan_ownership
-from shardwise.plan.plan_pictures import bucket_picture, mesh_picture, step_picture
 from shardwise.rewrite import find_rewrite
-from shardwise.rewrite.rewrite_picture import rewrite_picture
-from shardwise.svg import Picture, stacked
 from shardwise.train.config import RunConfig, find_config, is_shipped, read_config
 from shardwise.train.run_build import build_model
 

@@ -1,0 +1,1 @@
+"""Pictures of plans, checkpoints and rewrites, as SVG."""
