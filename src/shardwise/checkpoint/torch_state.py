@@ -11,7 +11,7 @@ order of groups, and in an engine. Which parameter has which name is found by it
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,19 +29,17 @@ from shardwise.plan.optimizer_entries import (
     OptimizerEntry,
     has_own_form,
     has_updated,
+    named_optimizer,
     names_without_elements,
     plan_optimizers,
     python_type,
-    python_types,
     values_of,
 )
 from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
-    OptimizerGroup,
     origin_after,
     settings_of_model,
-    shared_to_json,
     take_over,
     take_over_shared,
 )
@@ -85,7 +83,7 @@ class TorchState:
     def settings(self) -> dict[str, Any]:
         """Ties, the optimizers' groups and settings, and the configuration of a model that has one, as JSON values."""
         tensors = _Tensors.of(self._model)
-        optimizers = [each.named_with_state().to_json() for each in _trained(tensors, self._optimizers)]
+        optimizers = [each.named(each.values()).to_json() for each in _trained(tensors, self._optimizers)]
         return {"ties": tensors.ties, "optimizers": optimizers, **settings_of_model(_bare(self._model)), **self._origin}
 
     def differing(self) -> set[str]:
@@ -274,24 +272,9 @@ class _Trained:
             name_of=name_of,
         )
 
-    def named(self, *, plain: Mapping[str, str] | None = None, none: frozenset[str] = frozenset()) -> NamedOptimizer:
-        """Its kind, its groups and their settings."""
-        groups = zip(self.groups, self.optimizer.param_groups, strict=True)
-        return NamedOptimizer(
-            kind=type(self.optimizer).__name__,
-            groups=tuple(OptimizerGroup(parameters=names, settings=group) for names, group in groups),
-            plain=plain or {},
-            none=none,
-            shared=shared_to_json(type(self.optimizer).__name__, self.optimizer.state),
-        )
-
-    def named_with_state(self) -> NamedOptimizer:
-        """Also which of its state is no tensor."""
-        python = [each for each in self.values() if not isinstance(each[2], torch.Tensor)]
-        return self.named(
-            plain=python_types(each for each in python if each[2] is not None),
-            none=frozenset(key for _, key, value in python if value is None),
-        )
+    def named(self, values: Iterable[tuple[str, str, Any]] = ()) -> NamedOptimizer:
+        """Its kind, its groups and their settings. values: see `named_optimizer`."""
+        return named_optimizer(self.optimizer, self.groups, values=values)
 
     def values(self) -> Iterator[tuple[str, str, Any]]:
         """The state of its trainable parameters: (name of the parameter, key, value)."""

@@ -453,7 +453,7 @@ class Engine(Generic[Model_co]):
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             **to_settings(self._computation.loss_scale),
             **averages_to_settings(self._rank.updates.averages),
-            "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
+            "optimizers": [known.named(name_of).to_json() for known in self._known_optimizers],
         }
 
     def hand_over(self, *, doing: str = "sw.relayout", needs_weights: bool = True) -> HandOver:

@@ -19,8 +19,10 @@ from shardwise.plan.nested_state import flat_value, nested_state
 from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
+    OptimizerGroup,
     TakeOver,
     plan_take_over,
+    shared_to_json,
     stored_names,
     stored_ties,
 )
@@ -57,6 +59,33 @@ def values_of(
                 )
             for path, each in flat_value(key, value):
                 yield name, path, each
+
+
+def named_optimizer(
+    optimizer: Any,
+    parameters: Sequence[tuple[str, ...]],
+    *,
+    made: frozenset[str] = frozenset(),
+    values: Iterable[tuple[str, str, Any]] = (),
+) -> NamedOptimizer:
+    """A live optimizer as a checkpoint sees it.
+
+    parameters: for each group the names of those that it trains. made: settings that its steps put into groups. values:
+    its state as (name of the parameter, key, value).
+    """
+    # Numbers and None are no tensors: a checkpoint keeps which they were, so that a load gives back a float where a
+    # float was.
+    python = [each for each in values if not hasattr(each[2], "new_tensor")]
+    kind = type(optimizer).__name__
+    groups = zip(parameters, optimizer.param_groups, strict=True)
+    return NamedOptimizer(
+        kind=kind,
+        groups=tuple(OptimizerGroup(parameters=names, settings=group) for names, group in groups),
+        plain=python_types(each for each in python if each[2] is not None),
+        none=frozenset(key for _, key, value in python if value is None),
+        made=made,
+        shared=shared_to_json(kind, optimizer.state),
+    )
 
 
 def can_be_kept(value: object) -> bool:

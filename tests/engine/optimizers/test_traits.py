@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.optimizers import trials
-from shardwise.engine.optimizers.traits import in_table
+from shardwise.engine.optimizers.traits import in_table, together
 from shardwise.engine.optimizers.trials import traits_of
 from tests.engine.optimizers.test_known import ALL, OPTIMIZERS
 
@@ -38,9 +38,11 @@ def test_the_table_says_what_doubles_find(name: str, has_state: bool, monkeypatc
             each.grad = torch.ones_like(each)
         optimizer.step()
         optimizer.zero_grad()
-    [known] = traits_of(optimizer, CPU)
+    known = traits_of(optimizer, CPU).of_all
     monkeypatch.setattr(trials, "in_table", lambda _: None)
-    assert list(traits_of(optimizer, CPU)) == [known]
+    found = traits_of(optimizer, CPU)
+    assert together([known]) == found.of_all
+    assert [[*each.values()] for each in found.of_groups] == [[known]]
 
 
 def test_only_a_step_of_torch_is_known() -> None:

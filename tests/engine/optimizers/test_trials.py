@@ -1,6 +1,5 @@
 """Optimizers of whole parameters as users bring them: what is found out about them, and that layouts change no bit."""
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,27 +143,14 @@ def test_commands_show_and_rename_nested_state_and_refuse_to_turn_it(tmp_path: P
 
 
 class Hiding(Own):
-    """Plain descent until a count reaches `delay`; then steps go by a norm. Each place keeps one count."""
+    """Plain descent, but steps by a norm of what is larger than a size."""
 
-    def __init__(self, params: Any, *, delay: int, place: str, above: int = 0, all_of_group: bool = False) -> None:
+    def __init__(self, params: Any, *, above: int) -> None:
         super().__init__(params, {"lr": 0.1})
-        self.delay, self.place, self.above, self.all_of_group = delay, place, above, all_of_group
-        self.count, self.more = 0, {"count": 0}
-
-    def begin(self, group: dict[str, Any]) -> None:
-        self.count += 1
-        self.more["count"] += 1
-        group["count"] = group.get("count", 0) + 1
+        self.above = above
 
     def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
-        state["count"] = state.get("count", 0) + 1
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        counts = {"attribute": self.count, "dict": self.more["count"], "group": group["count"]}
-        count = {**counts, "state": state["count"], "tensor": float(state["step"])}[self.place]
-        if count % self.delay or parameter.numel() <= self.above:
-            return gradient
-        every = [each.grad for each in group["params"] if each.grad is not None] if self.all_of_group else [gradient]
-        return gradient * math.hypot(*(float(each.norm()) for each in every))
+        return gradient if parameter.numel() <= self.above else gradient * gradient.norm()
 
 
 class Rare(Own):
@@ -186,8 +172,8 @@ class Rare(Own):
         return gradient * (1 + 1e-9 * (group.get("distance", 0.0) > 1e30))
 
 
-def hiding(shape: tuple[int, ...] = (16, 8), **settings: Any) -> torch.optim.Optimizer:
-    return Hiding([nn.Parameter(torch.zeros(shape))], **settings)
+def hiding(*shape: int, above: int) -> torch.optim.Optimizer:
+    return Hiding([nn.Parameter(torch.zeros(shape))], above=above)
 
 
 def rare(kind: str, name: str = "w") -> torch.optim.Optimizer:
@@ -196,14 +182,11 @@ def rare(kind: str, name: str = "w") -> torch.optim.Optimizer:
     return optimizer
 
 
-LATE = [("attribute", 2), ("dict", 10), ("group", 100), ("state", 1000), ("tensor", 25)]
-ABOVE: dict[str, Any] = {"delay": 1, "place": "attribute", "above": 100}
 VERDICTS: dict[str, tuple[Any, bool]] = {
-    **{f"late by {place}": (lambda p=place, d=delay: hiding(delay=d, place=p), False) for place, delay in LATE},
-    "below a size": (lambda: hiding((10, 10), **ABOVE), True),
-    "above a size": (lambda: hiding((11, 10), **ABOVE), False),
-    "above a size that is too large for numbers": (lambda: hiding((3000, 1000), **{**ABOVE, "above": 10**6}), False),
-    "below a large size": (lambda: hiding((3000, 1000), **{**ABOVE, "above": 3 * 10**6}), True),
+    "below a size": (lambda: hiding(10, 10, above=100), True),
+    "above a size": (lambda: hiding(11, 10, above=100), False),
+    "above a size that is too large for numbers": (lambda: hiding(3000, 1000, above=10**6), False),
+    "below a large size": (lambda: hiding(3000, 1000, above=3 * 10**6), True),
     "plain": (lambda: rare(""), True),
     "rare values": (lambda: rare("nearly orthogonal"), False),
     "a harmless name": (lambda: rare("names"), True),
@@ -214,7 +197,7 @@ VERDICTS: dict[str, tuple[Any, bool]] = {
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_what_goes_element_by_element_is_told_from_what_begins_late_or_goes_by_shapes_names_and_rare_values(
+def test_what_goes_element_by_element_is_told_from_what_goes_by_shapes_names_and_rare_values(
     case: str,
 ) -> None:
     make, expected = VERDICTS[case]
@@ -232,7 +215,7 @@ def test_no_long_vector_is_tried_on_what_needs_whole_parameters() -> None:
             super().begin(group)
 
     optimizer = Watched([nn.Parameter(torch.ones(8, 6))], lr=0.1)
-    assert [each.looks_at for each in traits_of(optimizer, CPU)] == ["parameter"]
+    assert traits_of(optimizer, CPU).of_all.looks_at == "parameter"
     assert max(longest) <= 24
 
 
@@ -303,12 +286,6 @@ SHAPES = ((2, 600), (300, 2), (2, 300), (5, 2))
 REFUSED = Refusals(
     "engine.optimizer_trials",
     {
-        **{
-            f"goes by a group, late by {place}": lambda place=place, delay=delay: refuse_coupled(
-                hiding(delay=delay, place=place, all_of_group=True)
-            )
-            for place, delay in LATE
-        },
         "a sum over parameters": lambda: refuse_coupled(rare("distance")),
         "pairs": paired,
         **{f"a shared norm under {mesh}": lambda mesh=mesh: built(normed, layout(mesh)) for mesh in MESHES},
@@ -327,9 +304,9 @@ def test_what_looks_beyond_a_parameter_or_talks_is_refused(case: str) -> None:
 
 
 def test_settings_that_steps_make_are_told_from_those_that_were_given() -> None:
-    assert traits_of(Shampoo(sights().parameters(), lr=0.1), CPU).made == {"step"}
-    assert not traits_of(auxiliary_muon(sights()), CPU).made
+    assert traits_of(Shampoo(sights().parameters(), lr=0.1), CPU).of_all.made == {"step"}
+    assert not traits_of(auxiliary_muon(sights()), CPU).of_all.made
     stepping = Shampoo([nn.Parameter(torch.ones(3, 2))], lr=0.1)
     stepping.param_groups[0]["params"][0].grad = torch.ones(3, 2)
     stepping.step()
-    assert traits_of(stepping, CPU).made == {"step"}
+    assert traits_of(stepping, CPU).of_all.made == {"step"}

@@ -345,7 +345,7 @@ class _WholeOptimizers:
 
     def settings(self) -> dict[str, Any]:
         """Their groups and settings now, as a checkpoint has them."""
-        return {"optimizers": [known.named_with_state(self._names()).to_json() for known in self._known]}
+        return {"optimizers": [known.named(self._names()).to_json() for known in self._known]}
 
     def versions(self) -> list[Any]:
         """Others after every write, and where a state was loaded."""

@@ -9,6 +9,12 @@ The norm of the whole gradient is known before the first step, so nothing else h
 is then called once for each bucket, with the masters of that bucket in its groups. This must change nothing: a double
 of the optimizer is tried before. One call is made where each is seen: by a hook, a `step` on the object, or a count
 that the optimizer keeps.
+
+In a plain loop gradients and values are the optimizer's own: it may keep a gradient, or give a parameter other memory.
+
+    plain loop                          here
+    state["last"] = p.grad              gradients of the next step come into the same memory: it gets a copy
+    p.data = p.data - lr * p.grad       the master is a part of a buffer: the new values go there, p is it again
 """
 
 from collections import deque
@@ -24,16 +30,18 @@ from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.part_watch import Held, PartWatch
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
+from shardwise.engine.guards.plain_calls import counts_steps
+from shardwise.engine.optimizers.doubles import storages
 from shardwise.engine.optimizers.known import KnownOptimizer, on_host
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
-from shardwise.engine.optimizers.steps import OptimizerStep
+from shardwise.engine.optimizers.traits import in_table
 from shardwise.engine.torch_private import storage_id
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 
 _Groups = list[dict[str, list[Any]]]
 """For each group of an optimizer its parameters, with their names where it has names."""
 
-_Part = list[tuple[torch.optim.Optimizer, _Groups]]
+_Part = list[tuple[KnownOptimizer, _Groups]]
 """For each optimizer the masters of one bucket, or the matrices of one round."""
 
 _Place = tuple[str, int]
@@ -55,8 +63,9 @@ class BucketUpdates:
         self._known = optimizers
         for each in buffers.buckets:
             each.master_memory.has_others = has_parts
-        watch = partial(watched, buffers=buffers, has_parts=has_parts)
-        self._steps = {each.optimizer: OptimizerStep(each.traits, watch) for each in optimizers}
+        self._watch = partial(watched, buffers=buffers, has_parts=has_parts)
+        self._of_torch = {each.optimizer for each in optimizers if in_table(each.optimizer) is not None}
+        """They write in place and keep no gradient: their steps cost nothing more."""
         self._buffers = buffers
         self._matrices = matrices
         self._updated = buffers.owned if matrices is None else matrices.updated
@@ -84,27 +93,26 @@ class BucketUpdates:
                 stepping = [each for each in stepping if not chosen.isdisjoint(chain(*each.parameters))]
                 for known in stepping:
                     stack.enter_context(_only_groups(known, chosen))
-            optimizers = [known.optimizer for known in stepping]
             if self._buffers.is_offloaded:
-                stack.enter_context(on_host(optimizers))
+                stack.enter_context(on_host([known.optimizer for known in stepping]))
             parts = None if at_once else self._parts_of(trained, stepping)
             if parts is None:
-                self._step_at_once(optimizers, gradients, touched)
+                self._step_at_once(stepping, gradients, touched)
                 self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
             else:
-                update, rounds = self._step_in_parts(optimizers, parts, gradients, touched)
+                update, rounds = self._step_in_parts(stepping, parts, gradients, touched)
                 self._buffers.publish(counters, trained=trained, before=update, meanwhile=meanwhile)
                 deque(rounds, maxlen=0)  # no bucket waits for the last ones where few are trained
 
     def _step_at_once(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        stepping: Sequence[KnownOptimizer],
         gradients: Mapping[str, torch.Tensor],
         touched: Collection[str],
     ) -> None:
         def step(_: int) -> None:
-            for optimizer in optimizers:
-                self._steps[optimizer]()
+            for known in stepping:
+                self._step(known)
 
         if self._matrices is None:
             step(0)
@@ -113,21 +121,21 @@ class BucketUpdates:
 
     def _step_in_parts(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        stepping: Sequence[KnownOptimizer],
         parts: Mapping[_Place, _Part],
         gradients: Mapping[str, torch.Tensor],
         touched: Collection[str],
     ) -> tuple[Callable[[int], None], Iterator[int]]:
         """Begin an update in parts; returns what gives the masters of a bucket their new values, and the rounds."""
-        held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
-        for optimizer in optimizers:
+        held = {id(known) for part in parts.values() for known, _ in part}
+        for known in stepping:
             # As always once per update, also where this rank has nothing for it: it may count them.
-            if id(optimizer) not in held:
-                self._steps[optimizer]()
+            if id(known) not in held:
+                self._step(known)
 
         def step(kind: str, number: int) -> None:
-            for optimizer, groups in parts.get((kind, number), ()):
-                _step_on(optimizer, groups, self._steps[optimizer])
+            for known, groups in parts.get((kind, number), ()):
+                self._step_on(known, groups)
 
         if self._matrices is None:
             return partial(step, "bucket"), iter(())
@@ -142,6 +150,41 @@ class BucketUpdates:
                 num_over = next(rounds)
 
         return update, rounds
+
+    def _step(self, known: KnownOptimizer) -> None:
+        """Step an optimizer on what is in its groups now."""
+        optimizer = known.optimizer
+        is_seen = counts_steps(optimizer)
+        if optimizer in self._of_torch and not is_seen:  # nor has it code of the user around its step
+            optimizer.step()
+            return
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        before = [each.data for each in parameters]
+        if known.traits.keeps_gradients:
+            for each in parameters:
+                if each.grad is not None:
+                    each.grad = each.grad.clone()
+        with self._watch(optimizer) if is_seen else nullcontext():
+            optimizer.step()
+        for each, values in zip(parameters, before, strict=True):
+            if each.data_ptr() != values.data_ptr():
+                # What the optimizer kept of the old values, it kept as they were.
+                state = optimizer.state.get(each, {})
+                for key in [key for key, kept in state.items() if storages(kept) & storages(values)]:
+                    state[key] = state[key].clone()
+                values.copy_(each.detach())
+                each.data = values
+
+    def _step_on(self, known: KnownOptimizer, groups: _Groups) -> None:
+        """Step an optimizer on some of its parameters."""
+        # The groups stay the same objects, for schedulers; so do their lists of parameters afterwards.
+        pairs = zip(known.optimizer.param_groups, groups, strict=True)
+        before = [{key: group[key] for key in part} for group, part in pairs]
+        _put(known.optimizer, groups)
+        try:
+            self._step(known)
+        finally:
+            _put(known.optimizer, before)
 
     def _parts_of(self, trained: TrainedSet, optimizers: Sequence[KnownOptimizer]) -> Mapping[_Place, _Part] | None:
         """What each bucket and each round has of the optimizers; None where the update is made at once."""
@@ -160,13 +203,13 @@ class BucketUpdates:
         place_of = {each.parameter: self._place_of(each) for each in self._updated}
         parts: dict[_Place, _Part] = {}
         for place in dict.fromkeys(place_of.values()):
-            for optimizer in (each.optimizer for each in optimizers):
+            for known in optimizers:
                 groups = [
                     _chosen(group, [place_of[each] == place for each in group["params"]])
-                    for group in optimizer.param_groups
+                    for group in known.optimizer.param_groups
                 ]
                 if any(group["params"] for group in groups):
-                    parts.setdefault(place, []).append((optimizer, groups))
+                    parts.setdefault(place, []).append((known, groups))
         return parts
 
     def _place_of(self, each: Owned) -> _Place:
@@ -184,17 +227,6 @@ def _only_groups(known: KnownOptimizer, chosen: frozenset[str]) -> AbstractConte
 
 def _chosen(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, list[Any]]:
     return {key: list(compress(group[key], chosen)) for key in ("params", "param_names") if key in group}
-
-
-def _step_on(optimizer: torch.optim.Optimizer, groups: _Groups, step: OptimizerStep) -> None:
-    """Step on some of the parameters of an optimizer."""
-    # The groups stay the same objects, for schedulers; so do their lists of parameters afterwards.
-    before = [{key: group[key] for key in part} for group, part in zip(optimizer.param_groups, groups, strict=True)]
-    _put(optimizer, groups)
-    try:
-        step()
-    finally:
-        _put(optimizer, before)
 
 
 def _put(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:

@@ -1,6 +1,6 @@
-"""Doubles of optimizers, which update small tensors in trials: one group each, and the state that it had.
+"""Doubles of optimizers, which update small tensors in trials: one group each, and flags in its state.
 
-an optimizer with groups      for each group, and each kind of state in it    a `Case`
+an optimizer with groups      for each group, and all flags of a parameter    a `Case`
 a case, a few tensors         steps on made gradients                         a `Run`: what they did and left
 """
 
@@ -19,31 +19,27 @@ from torch import nn
 from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.engine.forward.part_watch import is_product, is_sum
-from shardwise.engine.optimizers.known import keys_not_along, reachable
-from shardwise.engine.optimizers.traits import kind_of
+from shardwise.engine.optimizers.traits import Flags
 from shardwise.engine.torch_private import OPTIMIZER_HOOKS, TorchDispatchMode, tree_leaves
 from shardwise.errors import OptimizerError, few_of
-from shardwise.plan.nested_state import flat_state, nested_state
 
-_LATE = 5_040_000
-"""2^7 * 3^2 * 5^4 * 7. float32 counts so far."""
 _SIZES = (1.0, 1.0, 1.0, 1.0, 1e-2, 1e3, 1.0)
 """Of gradients, step by step."""
 _ALONE = threading.RLock()
 """The stance is the process's: threads that set it and put it back in turns could leave it eager for ever."""
 
 Step = Callable[[torch.optim.Optimizer], Any]
-Numbers = dict[tuple[Any, ...], tuple[Any, Any, float]]
-"""By the way that leads to a number: what holds it, under which key, and the number."""
+Numbers = dict[tuple[Any, ...], float]
+"""By the way that leads to each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One way in which an optimizer updates: a group, and state that some of its parameters came with."""
+    """One way in which an optimizer updates: a group, and flags in the state of some of its parameters."""
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
-    state: Mapping[str, Any]
+    flags: Flags
     device: torch.device
 
 
@@ -87,16 +83,6 @@ class Run:
     """Why it ended early: an unknown optimizer may raise anything."""
 
 
-def cases_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> list[Case]:
-    """All ways in which an optimizer updates parameters of a group."""
-    # Some note in the state of a parameter how they update it, before the first step.
-    states: dict[Any, Mapping[str, Any]] = {}
-    for parameter in group["params"]:
-        if state := dict.get(optimizer.state, parameter):  # as it is: see `StateOfMasters`
-            states.setdefault(kind_of(state), state)
-    return [Case(optimizer=optimizer, group=group, state=each, device=device) for each in states.values() or [{}]]
-
-
 def with_shells(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor, state: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -108,7 +94,7 @@ def with_shells(
     if not any("." in key for key in state):
         return dict(state)
     # Which class it is, and what else it holds, the optimizer alone knows: a double updates such a parameter.
-    case = Case(optimizer=optimizer, group=group, state={}, device=like.device)
+    case = Case(optimizer=optimizer, group=group, flags=(), device=like.device)
     with random_numbers_kept(like.device), torch.enable_grad():
         zeros = torch.zeros_like(like)
         run = run_double(case, [[zeros, zeros]], num_steps=1)
@@ -142,26 +128,22 @@ def run_double(
     stretches: Sequence[Sequence[torch.Tensor]],
     *,
     num_steps: int,
-    late: bool = False,
     step: Step = lambda double: double.step(),
     watch: AbstractContextManager[Any] | None = None,
 ) -> Run:
     """Run a double on trial parameters.
 
-    stretches: for each parameter its values, and then its gradients. late: make three late steps at the end. step: made
-    in the place of the double's own. watch: around each.
+    stretches: for each parameter its values, and then its gradients. step: made in the place of the double's own.
+    watch: around each.
     """
     run = Run(double=case.optimizer)
     before = torch.cat([values.reshape(-1) for values, *_ in stretches])
-    counts: list[Numbers] = []
     devices = [torch.device("cpu"), *([case.device] if case.device.type not in ("cpu", "meta") else [])]
     drawn = [(device, random_states(device)) for device in devices]
     try:
         run.double = _double(case, [values for values, *_ in stretches])
         parameters = run.double.param_groups[0]["params"]
-        for number in range(num_steps + (3 if late else 0)):
-            if late and number == num_steps:
-                _set_late(*counts)
+        for number in range(num_steps):
             # New tensors each time: some take one away, or write to it.
             gradients = [each[1 + number % (len(each) - 1)].to(case.device, copy=True) for each in stretches]
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -175,15 +157,12 @@ def run_double(
                 try:
                     step(run.double)
                 except Exception:
-                    # Its class may make state when it is built, and a relayout has taken that of the original. Or the
-                    # state that is there fits the shape of its parameter only.
-                    if number or not _start_again(case, run.double):
+                    # Its class may make state when it is built.
+                    if number or not _make_state(case.optimizer, run.double):
                         raise
                     step(run.double)
             own = {name: each for name, each in vars(run.double).items() if name not in ("state", "param_groups")}
             run.keeps_gradients |= bool(storages([*run.double.state.values(), own]) & storages(gradients))
-            if late and num_steps - 3 <= number < num_steps:
-                counts.append(numbers_of(run.double))
             if case.device.type != "meta":
                 now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])
                 run.moves.append(now - before)
@@ -214,33 +193,19 @@ def _double(case: Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # of no parameter
             double.state[key] = deepcopy(value)
-    if case.state:
-        # An optimizer that makes its state when it is built (Adagrad before torch 2.12) shows what a fresh one has.
-        not_along = keys_not_along(optimizer.state)
-        for parameter in parameters:
-            double.state[parameter] = nested_state(
-                {
-                    key: torch.ones_like(parameter)
-                    if isinstance(value, torch.Tensor) and key not in not_along
-                    else reachable(deepcopy(value), device)
-                    for key, value in flat_state(case.state).items()
-                }
-            )
+    for parameter in parameters if case.flags else ():
+        double.state[parameter] = dict(case.flags)
     return double
 
 
-def _start_again(case: Case, double: torch.optim.Optimizer) -> bool:
-    """Give a double that failed at its first step the state of a new optimizer; whether that may help."""
-    parameters = double.param_groups[0]["params"]
-    optimizer = case.optimizer
+def _make_state(optimizer: torch.optim.Optimizer, double: torch.optim.Optimizer) -> bool:
+    """Give a double the state that its class makes; whether it makes any."""
     try:
-        made = dict(type(optimizer)(parameters, **optimizer.defaults).state)
+        made = dict(type(optimizer)(double.param_groups[0]["params"], **optimizer.defaults).state)
     except Exception:  # constructors differ, and may raise anything
-        made = {}
-    for parameter in parameters:
-        double.state.pop(parameter, None)
+        return False
     double.state.update(made)
-    return bool(made or case.state)
+    return bool(made)
 
 
 def _own(value: Any, depth: int = 0) -> Any:
@@ -266,27 +231,13 @@ def numbers_of(double: torch.optim.Optimizer) -> Numbers:
                 if len(way) < 5 and value is not double.state and value is not double.param_groups:
                     look(value, (*way, key))
             elif type(value) in (int, float) or (torch.is_tensor(value) and value.numel() == 1):
-                found[*way, key] = container, key, float(value)
+                found[*way, key] = float(value)
 
     for at, each in enumerate([*double.param_groups, *double.state.values()]):
         if isinstance(each, dict):
             look(each, (at,))
     look(vars(double), ("",))
     return found
-
-
-def _set_late(first: Numbers, second: Numbers, last: Numbers) -> None:
-    """Set all counts, which rose by the same in each of the last steps, so late that two steps lead to `_LATE`."""
-    rising = []
-    for way, (container, key, number) in last.items():
-        if way in first and way in second:
-            rise = number - second[way][2]
-            if number.is_integer() and rise > 0 and rise == second[way][2] - first[way][2]:
-                rising.append((container, key, number, rise))
-    ahead = _LATE - 2 - max((number / rise for *_, number, rise in rising), default=0.0)
-    for container, key, number, rise in rising:
-        value, to = container[key], number + rise * int(ahead)
-        container[key] = torch.full_like(value, to) if torch.is_tensor(value) else type(value)(to)
 
 
 def storages(values: Any) -> set[int]:

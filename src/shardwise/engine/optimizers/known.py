@@ -20,15 +20,15 @@ from torch import nn
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell
-from shardwise.engine.optimizers.traits import OptimizerTraits, is_torchs, refusal_of_closure
+from shardwise.engine.optimizers.traits import OptimizerTraits, UpdateTraits, in_table, refusal_of_closure
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.torch_private import TAKES_SCALE
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
 from shardwise.plan.nested_state import flat_state, nested_state
-from shardwise.plan.optimizer_entries import python_type, python_types, values_of
-from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, shared_to_json
+from shardwise.plan.optimizer_entries import named_optimizer, python_type, values_of
+from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer
 
 OptimizerFunction: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 """f(the model's parameters, in their own shapes) -> an optimizer over them, or several; also an optimizer's class."""
@@ -127,7 +127,7 @@ class KnownOptimizer:
     given: tuple[tuple[str, ...], ...]
     """For each group the names of all that it was given, ties as often as they were in it. Those that were frozen when
     the engine was made are among them: they are trained once they are unfrozen."""
-    traits: OptimizerTraits
+    traits: UpdateTraits
 
     def taking_in(self, added: Mapping[int, Sequence[str]]) -> "KnownOptimizer":
         """With parameters that came into its groups, perhaps into new ones: {number of the group: names}."""
@@ -140,34 +140,16 @@ class KnownOptimizer:
             ),
         )
 
-    def named(self) -> NamedOptimizer:
-        """The optimizer's class, its groups and their settings."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self.parameters):
+    def named(self, name_of: Mapping[torch.Tensor, str] | None = None) -> NamedOptimizer:
+        """The optimizer's class, its groups and their settings. name_of: also the state here that is no tensor."""
+        num_groups = len(self.optimizer.param_groups)
+        if num_groups != len(self.parameters):
             raise OptimizerError(
-                f"{type(self.optimizer).__name__} has {len(groups)} groups, and had {len(self.parameters)} in the last "
+                f"{type(self.optimizer).__name__} has {num_groups} groups, and had {len(self.parameters)} in the last "
                 "step; the next engine.step(batch) takes the others in"
             )
-        return NamedOptimizer(
-            kind=type(self.optimizer).__name__,
-            groups=tuple(
-                OptimizerGroup(parameters=names, settings=group)
-                for names, group in zip(self.parameters, groups, strict=True)
-            ),
-            made=self.traits.made,
-            shared=shared_to_json(type(self.optimizer).__name__, self.optimizer.state),
-        )
-
-    def named_with_state(self, name_of: Mapping[torch.Tensor, str]) -> NamedOptimizer:
-        """As `named`, with the state on this rank that is no tensor."""
-        # Numbers and None are no tensors: a checkpoint keeps which they were, so that a load gives back a float where
-        # a float was.
-        python = [each for each in self._values(name_of) if not isinstance(each[2], torch.Tensor)]
-        return replace(
-            self.named(),
-            plain=python_types(each for each in python if each[2] is not None),
-            none=frozenset(key for _, key, value in python if value is None),
-        )
+        values = () if name_of is None else self._values(name_of)
+        return named_optimizer(self.optimizer, self.parameters, made=self.traits.made, values=values)
 
     def entries(self, name_of: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Its state here as (name of the parameter, key, tensor); Python values as 0-d tensors, without None.
@@ -198,7 +180,7 @@ def know(every: Sequence[OptimizerTraits], inventory: Inventory) -> tuple[KnownO
                 optimizer=traits.optimizer,
                 parameters=tuple(tuple(name for name in dict.fromkeys(names) if name in trainable) for names in given),
                 given=given,
-                traits=traits,
+                traits=traits.of_all,
             )
         )
     return tuple(known)
@@ -259,7 +241,7 @@ def on_host(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
 def _fusable(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     """The groups that leave open whether torch's optimizer updates in one pass over memory, and in which it can."""
-    if is_torchs(optimizer):
+    if in_table(optimizer) is not None:
         for group in optimizer.param_groups:
             is_open = "fused" in group and not any(group.get(key) for key in ("foreach", "differentiable"))
             if (

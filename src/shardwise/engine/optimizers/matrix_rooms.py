@@ -21,7 +21,7 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.moving.copies import fill, part_of, parts_of, put
+from shardwise.moving.copies import fill, parts_of
 from shardwise.moving.mover import BegunBatch, Delivery, Mover
 from shardwise.plan import Parameter
 from shardwise.plan.matrix_homes import Home, Rooms, rooms_of
@@ -32,8 +32,6 @@ GRADIENT, MASTER, UPDATED = "gradient ", "master ", "updated "
 
 Deliveries = list[Delivery[Piece, Piece]]
 Rounds = Sequence[Sequence[str]]
-_Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Targets and sources."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +63,7 @@ class SharedMatrices:
     ) -> None:
         """See `shared_matrices`."""
         self._channel = channel
-        self._sources = routes.sources
+        self._routes = routes
         self._num_bytes = memory[channel.rank].nbytes
         self._rooms: dict[str, torch.Tensor] = {}
         for kind, starts in ((MASTER, rooms.masters), (GRADIENT, rooms.gradients)):
@@ -73,24 +71,6 @@ class SharedMatrices:
                 home, spec = homes[name], spec_of[name]
                 values = memory[home.rank][start : start + home.num_bytes].view(torch_dtype(spec.master))
                 self._rooms[kind + name] = values.view(spec.global_shape)
-        # Views of masters are made once: in an update they would cost as much as the copy of a small matrix.
-        self._gradients: dict[str, list[tuple[list[torch.Tensor], Delivery[Piece, Piece]]]] = {}
-        """The places of what each delivery gives."""
-        self._masters: dict[str, _Copies] = {}
-        self._updated: dict[str, _Copies] = {}
-        for name, deliveries in routes.gathers.items():
-            for each in (each for each in deliveries if each.giver == channel.rank):
-                places = _places(self._rooms[each.source.name], each.moves)
-                if each.source.name.startswith(GRADIENT):
-                    self._gradients.setdefault(name, []).append((places, each))
-                else:
-                    source = parts_of(routes.sources[each.source], each.moves)
-                    self._masters.setdefault(name, []).extend(zip(places, source, strict=True))
-        for name, deliveries in routes.returns.items():
-            for each in (each for each in deliveries if each.taker == channel.rank):
-                places = _places(routes.targets[each.target], each.moves)
-                source = parts_of(self._rooms[MASTER + name], each.moves)
-                self._updated.setdefault(name, []).extend(zip(places, source, strict=True))
 
     def bring(self, rounds: Rounds, number: int) -> None:
         """Called for -1, to begin, and before each round is updated; then `num_behind` times more.
@@ -98,17 +78,18 @@ class SharedMatrices:
         On return the round of this number is at home, and the masters of round `number - num_behind` have come back.
         """
         coming, going = names_of(rounds, number), names_of(rounds, number - 1)
-        for name in coming:
-            for places, each in self._gradients.get(name, ()):
-                _copy(zip(places, parts_of(self._sources[each.source], each.moves), strict=True))
-            _copy(self._masters.get(name, ()))
+        for each in _of(self._routes.gathers, coming):
+            if each.giver == self._channel.rank:
+                _copy(self._routes.sources[each.source], self._rooms[each.source.name], each.moves)
         # Rounds to come take the memory of the one before these two, which slower ranks may still read. An exchange is
         # between, except where the update has nothing of these two.
         memory_goes_on = names_of(rounds, number - 2) and any(rounds[number + 1 :])
         if coming or going or memory_goes_on:
             self._channel.exchange(b"", purpose="matrices of a round")
-        for name in going:
-            _copy(self._updated.get(name, ()))
+        for each in _of(self._routes.returns, going):
+            if each.taker == self._channel.rank:
+                source = self._rooms[MASTER + each.target.name.removeprefix(UPDATED)]
+                _copy(source, self._routes.targets[each.target], each.moves)
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A matrix whose home is here, and its gradient. Asked for once, in its round; goes back as it is left then."""
@@ -213,13 +194,8 @@ def names_of(rounds: Rounds, number: int) -> Sequence[str]:
     return rounds[number] if 0 <= number < len(rounds) else ()
 
 
-def _places(target: torch.Tensor, moves: Sequence[Move]) -> list[torch.Tensor]:
-    return [part_of(target, move.target, move.shape) for move in moves]
-
-
-def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in copies:
-        put(target, source)
+def _copy(source: torch.Tensor, target: torch.Tensor, moves: Sequence[Move]) -> None:
+    fill(target, moves, parts_of(source, moves))
 
 
 def _of(deliveries: Mapping[str, Deliveries], names: Iterable[str]) -> Iterator[Delivery[Piece, Piece]]:

@@ -4,11 +4,10 @@ Nothing in an optimizer says whether its update of an element looks at others. A
 doubles of what is not in the table are tried: see `trials`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -20,11 +19,18 @@ STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates ev
 """What to do with an optimizer that no rank can update a part of."""
 
 
+Flags: TypeAlias = tuple[tuple[str, bool | str], ...]
+"""Truth values and texts in the state of a parameter, with their keys."""
+
+Scope: TypeAlias = Literal["element", "parameter", "group"]
+_SCOPES: Sequence[Scope] = ("element", "parameter", "group")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateTraits:
     """What is known of the updates of one group, of parameters with one kind of state."""
 
-    looks_at: Literal["element", "parameter", "group"]
+    looks_at: Scope
     """What the update of an element depends on."""
     has_products: bool = False
     """Whether it multiplies or decomposes matrices."""
@@ -32,7 +38,7 @@ class UpdateTraits:
     """Whether a step on each parameter does, to the bit, what one step on all of them does."""
     keeps_gradients: bool = False
     """Whether the optimizer keeps memory of a gradient after a step."""
-    whole_keys: frozenset[str] = frozenset()
+    whole_keys: frozenset[str] = NEVER_ALONG
     """Keys of state that an elementwise update has once per parameter, not once per element."""
     made: frozenset[str] = frozenset()
     """Settings that steps put into the group, as a count of them; also those that are there already."""
@@ -62,41 +68,31 @@ class OptimizerTraits:
     """What is known of the updates of an optimizer."""
 
     optimizer: torch.optim.Optimizer
-    of_groups: Sequence[Mapping[object, UpdateTraits]]
-    """For each group, by the kind of state that its parameters came with."""
+    of_groups: Sequence[Mapping[Flags, UpdateTraits]]
+    """For each group, by the flags in the state of its parameters."""
 
-    def __iter__(self) -> Iterator[UpdateTraits]:
-        return chain.from_iterable(each.values() for each in self.of_groups)
-
-    @property
-    def whole_keys(self) -> frozenset[str]:
-        """Keys of state that is not cut along with a parameter, whatever its shape."""
-        return NEVER_ALONG.union(*(each.whole_keys for each in self))
-
-    @property
-    def made(self) -> frozenset[str]:
-        """Settings that its steps put into groups."""
-        return frozenset[str]().union(*(each.made for each in self))
-
-    @property
-    def steps_apart(self) -> bool:
-        """Whether a step on each parameter does, to the bit, what one step on all of them does."""
-        return all(each.steps_apart for each in self)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether it keeps memory of a gradient after a step."""
-        return any(each.keeps_gradients for each in self)
+    of_all: UpdateTraits
+    """Of all of them together."""
 
 
-def kind_of(state: Mapping[str, Any]) -> object:
-    """What tells apart states by which an optimizer updates differently."""
-    return tuple(state), tuple(each for each in state.values() if type(each) in (bool, str))
+def together(every: Sequence[UpdateTraits]) -> UpdateTraits:
+    """What is known where an optimizer updates in several ways."""
+    return UpdateTraits(
+        looks_at=max((each.looks_at for each in every), key=_SCOPES.index),
+        has_products=any(each.has_products for each in every),
+        steps_apart=all(each.steps_apart for each in every),
+        keeps_gradients=any(each.keeps_gradients for each in every),
+        whole_keys=frozenset[str]().union(*(each.whole_keys for each in every)),
+        made=frozenset[str]().union(*(each.made for each in every)),
+        sent_by=next((each.sent_by for each in every if each.sent_by), ""),
+        needs_closure=any(each.needs_closure for each in every),
+    )
 
 
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of its class is one of the table."""
-    return in_table(optimizer) is not None
+def flags_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Flags:
+    """What some optimizers note in the state of a parameter before the first step: how they update it."""
+    state = dict.get(optimizer.state, parameter) or {}  # as it is: see `StateOfMasters`
+    return tuple((key, each) for key, each in state.items() if type(each) in (bool, str))
 
 
 def in_table(optimizer: torch.optim.Optimizer) -> UpdateTraits | None:
@@ -116,13 +112,13 @@ def refusal_of_closure(optimizer: torch.optim.Optimizer) -> OptimizerError:
 
 def check_steps(every: Sequence[OptimizerTraits], *, is_alone: bool) -> None:
     """Raise OptimizerError for an optimizer whose step needs the loss again, or sends something to other ranks."""
-    for optimizer, each in ((traits.optimizer, each) for traits in every for each in traits):
-        if each.needs_closure:
-            raise refusal_of_closure(optimizer)
-        if each.sent_by and not is_alone:
+    for each in every:
+        if each.of_all.needs_closure:
+            raise refusal_of_closure(each.optimizer)
+        if each.of_all.sent_by and not is_alone:
             raise OptimizerError(
-                f"{type(optimizer).__name__} talks to other ranks in its step ({each.sent_by}), and shardwise "
-                "does that. Use its class for one process: each matrix is then updated on one rank, for all"
+                f"{type(each.optimizer).__name__} talks to other ranks in its step ({each.of_all.sent_by}), and "
+                "shardwise does that. Use its class for one process: each matrix is then updated on one rank, for all"
             )
 
 
@@ -131,10 +127,10 @@ def check_apart(every: Sequence[OptimizerTraits], *, instead: str) -> None:
 
     instead: what to do then.
     """
-    for traits in every:
-        if any(each.looks_at == "group" for each in traits):
+    for each in every:
+        if each.of_all.looks_at == "group":
             raise OptimizerError(
-                f"{type(traits.optimizer).__name__} cannot update parameters one by one: its update of one depends on "
+                f"{type(each.optimizer).__name__} cannot update parameters one by one: its update of one depends on "
                 f"the others, and each rank holds only some. {instead}"
             )
 
@@ -144,13 +140,12 @@ def work_of_wholes(every: Sequence[OptimizerTraits], inventory: Inventory) -> di
     spec_of = {spec.name: spec for spec in inventory.specs}
     work: dict[str, int] = {}
     for traits in every:
-        for group, kinds in zip(traits.optimizer.param_groups, traits.of_groups, strict=True):
-            if all(each.looks_at == "element" for each in kinds.values()):
+        for group, by_flags in zip(traits.optimizer.param_groups, traits.of_groups, strict=True):
+            if all(each.looks_at == "element" for each in by_flags.values()):
                 continue
             for parameter in group["params"]:
-                kind = kind_of(dict.get(traits.optimizer.state, parameter) or {})
                 name = inventory.name_of[parameter]
-                known = kinds.get(kind, next(iter(kinds.values())))
+                known = by_flags.get(flags_of(traits.optimizer, parameter)) or by_flags[()]
                 work[name] = _work(spec_of[name].global_shape, known.has_products)
     return work
 

@@ -1,13 +1,11 @@
 """Trials of optimizers that are not torch's own: doubles update small tensors, and what they did is compared.
 
-the plan                   the doubles have                             must do the same
-cuts parameters            a 4 x 6 matrix, and shapes of the group      as its two halves in one step
-gives them to owners       a matrix and another one                     with a third one, and alone
-updates them by bucket     two matrices                                 one after the other, to the bit
+They make eleven steps with gradients of several sizes: some optimizers begin late, or clip what is large.
 
-steps    1 .. 11             with gradients of several sizes: some optimizers begin late, or clip what is large
-         5040000 - 1 .. + 1  after that every count that the double keeps is set here: past any delay, and at a
-                             multiple of nearly every period
+    the plan                   the doubles have                             must do the same
+    cuts parameters            a 4 x 6 matrix, and shapes of the group      as its two halves in one step
+    gives them to owners       a matrix and another one                     with a third one, and alone
+    updates them by bucket     two matrices                                 one after the other, to the bit
 """
 
 import inspect
@@ -28,13 +26,13 @@ from shardwise.engine.optimizers.doubles import (
     Numbers,
     Operations,
     Run,
-    cases_of,
     numbers_of,
     run_double,
     trial_tensors,
 )
 from shardwise.engine.optimizers.known import keys_not_along
-from shardwise.engine.optimizers.traits import OptimizerTraits, UpdateTraits, in_table, kind_of
+from shardwise.engine.optimizers.traits import Flags, OptimizerTraits, UpdateTraits, flags_of, in_table, together
+from shardwise.plan.optimizer_entries import NEVER_ALONG
 
 _SMALL = (4, 6)
 _STEPS = 11
@@ -46,30 +44,27 @@ def traits_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Optimiz
     """What is known of an optimizer. device: that of the masters; no parameter has a gradient now."""
     known = in_table(optimizer)
     if known is not None:
-        return OptimizerTraits(optimizer=optimizer, of_groups=[{(): known} for _ in optimizer.param_groups])
+        of_groups: list[dict[Flags, UpdateTraits]] = [{(): known} for _ in optimizer.param_groups]
+        return OptimizerTraits(optimizer=optimizer, of_groups=of_groups, of_all=known)
     found: dict[object, UpdateTraits] = {}
-    of_groups: list[dict[object, UpdateTraits]] = []
+    of_groups = []
     with random_numbers_kept(device):
         for group in optimizer.param_groups:
             of_groups.append({})
-            for case in cases_of(optimizer, group, device):
-                kind = kind_of(case.state)
+            for flags in dict.fromkeys(flags_of(optimizer, each) for each in group["params"]) or [()]:
+                case = Case(optimizer=optimizer, group=group, flags=flags, device=device)
                 # Many groups differ in nothing but the rate, in place of which doubles have one of their own.
                 settings = {key: each for key, each in group.items() if key not in ("params", "lr", "initial_lr")}
-                key = repr(settings), kind, tuple(_own_shapes(case))
+                key = repr(settings), flags, tuple(_own_shapes(case))
                 if key not in found:
                     found[key] = tried(case)
-                of_groups[-1][kind] = found[key]
-    traits = OptimizerTraits(optimizer=optimizer, of_groups=of_groups)
+                of_groups[-1][flags] = found[key]
+    of_all = together(list(found.values()))
     # A step of one that wraps another steps that one, and not a double of it.
     if inner := [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]:
-        keeps = any(traits_of(each, device).keeps_gradients for each in inner)
-        own = [
-            {kind: replace(each, keeps_gradients=keeps, made=frozenset()) for kind, each in group.items()}
-            for group in of_groups
-        ]
-        traits = replace(traits, of_groups=own)
-    return traits
+        keeps = any(traits_of(each, device).of_all.keeps_gradients for each in inner)
+        of_all = replace(of_all, keeps_gradients=keeps, made=frozenset())
+    return OptimizerTraits(optimizer=optimizer, of_groups=of_groups, of_all=of_all)
 
 
 def tried(case: Case) -> UpdateTraits:
@@ -77,21 +72,23 @@ def tried(case: Case) -> UpdateTraits:
     one, other, third = (trial_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
     third[1:] = [100 * each for each in third[1:]]
     seen = Operations()
-    alone = run_double(case, [one], num_steps=_STEPS, late=True, watch=seen)
+    run = partial(run_double, case, num_steps=_STEPS)
+    alone = run([one], watch=seen)
     if sent_by := seen.sent_by or _wants_ranks(alone):  # nothing else may run without a watch
         return UpdateTraits(looks_at="parameter", steps_apart=False, keeps_gradients=True, sent_by=sent_by)
-    is_late = alone.error is None
-    if not is_late:  # a count may be a place in a list, or more than the optimizer can bear
-        alone = run_double(case, [one], num_steps=_STEPS, watch=seen)
-    together, changed = (run_double(case, [one, each], num_steps=_STEPS, late=is_late) for each in (other, third))
-    is_coupled = _is_coupled(case, alone, together, changed)
-    is_elementwise = not is_coupled and _is_elementwise(case, late=is_late)
+    with_other, with_third = (run([one, each]) for each in (other, third))
+    has_others = len(case.optimizer.param_groups) > 1
+    in_turn = run([one, other], step=partial(_one_by_one, has_others=has_others))
+    is_coupled = _is_coupled(case, alone, with_other, with_third)
+    is_elementwise = not is_coupled and _is_elementwise(case)
     return UpdateTraits(
         looks_at="group" if is_coupled else "element" if is_elementwise else "parameter",
         has_products=seen.has_products or alone.error is not None,
-        steps_apart=_steps_apart(case),
+        steps_apart=not (with_other.error or in_turn.error)
+        and all(map(torch.equal, with_other.moves, in_turn.moves))
+        and _keep_alike(with_other, in_turn),
         keeps_gradients=alone.keeps_gradients or alone.error is not None,
-        whole_keys=keys_not_along(alone.double.state) if is_elementwise else frozenset(),
+        whole_keys=keys_not_along(alone.double.state) if is_elementwise else NEVER_ALONG,
         made=_made_by_steps(case),
         needs_closure=alone.error is not None and _steps_on_closure(case),
     )
@@ -111,7 +108,7 @@ def _steps_on_closure(case: Case) -> bool:
     return takes_one and given(step=lambda double: double.step(partial(float, 0))).error is None
 
 
-def _is_elementwise(case: Case, *, late: bool) -> bool:
+def _is_elementwise(case: Case) -> bool:
     """Whether halves are updated as a whole is."""
     own = _own_shapes(case)
     for shape in dict.fromkeys([_SMALL, *map(_reduced, own)]):
@@ -120,11 +117,11 @@ def _is_elementwise(case: Case, *, late: bool) -> bool:
         # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away.
         half = prod(shape) // 2
         halves = [[each.reshape(-1)[part] for each in matrix] for part in (slice(half), slice(half, None))]
-        whole = run_double(case, [matrix], num_steps=num_steps, late=late, watch=seen)
+        whole = run_double(case, [matrix], num_steps=num_steps, watch=seen)
         # AdamP projects only gradients that are nearly orthogonal to their matrix.
         if whole.error or seen.has_sums:
             return False
-        parts = run_double(case, halves, num_steps=num_steps, late=late)
+        parts = run_double(case, halves, num_steps=num_steps)
         if parts.error or not _same(whole.moves, parts.moves):
             return False
     # What is larger than a trial with numbers is updated by the same operations.
@@ -140,7 +137,7 @@ def _keeps_blocks(case: Case) -> bool:
 
     # Small parameters get plain state: the trials of updates would not meet the blocks.
     def odd_sizes(size: int) -> dict[str, Any]:
-        run = run_double(replace(case, state={}), [list(torch.ones(2, size))], num_steps=1)
+        run = run_double(replace(case, flags=()), [list(torch.ones(2, size))], num_steps=1)
         state = {} if run.error else run.double.state[run.double.param_groups[0]["params"][0]]
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         # A table of codes has one size, a scale for each block has not.
@@ -153,19 +150,15 @@ def _keeps_blocks(case: Case) -> bool:
     return odd_sizes(1 << 14) != odd_sizes(1 << 15)
 
 
-def _is_coupled(case: Case, alone: Run, together: Run, changed: Run) -> bool:
-    """Whether the update of one parameter depends on the others.
-
-    alone, together, changed: runs of a parameter, of this one and another, and of this one and a third.
-    """
-    if alone.error or together.error or changed.error:  # it wants other shapes than these
+def _is_coupled(case: Case, alone: Run, with_other: Run, with_third: Run) -> bool:
+    """Whether the update of one parameter depends on the others; from runs of it alone, and with two of them."""
+    if alone.error or with_other.error or with_third.error:  # it wants other shapes than these
         return _needs_others(case)
-    if _keeps_sums(numbers_of(alone.double), numbers_of(together.double)):
+    if _keeps_sums(numbers_of(alone.double), numbers_of(with_other.double)):
         return True
-    size = prod(_SMALL)
-    with_other, with_third = ([move[:size] for move in run.moves] for run in (together, changed))
+    one, same = ([move[: prod(_SMALL)] for move in run.moves] for run in (with_other, with_third))
     # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
-    return not _same(with_other, with_third) or not _same(with_other, alone.moves, 0.05)
+    return not _same(one, same) or not _same(one, alone.moves, 0.05)
 
 
 def _needs_others(case: Case) -> bool:
@@ -185,7 +178,7 @@ def _needs_others(case: Case) -> bool:
 def _keeps_sums(alone: Numbers, together: Numbers) -> bool:
     """Whether a group, or the optimizer, has a number that all parameters went into, as a distance."""
     # It may change updates only late, or for certain gradients: D-Adaptation raises its step size when they agree.
-    both = [(way[0], each[2], together[way][2]) for way, each in alone.items() if way in together]
+    both = [(way[0], mine, together[way]) for way, mine in alone.items() if way in together]
     # Those in states begin with the place of their parameter. Whole numbers are counts.
     return any(
         place in ("", 0)
@@ -197,45 +190,29 @@ def _keeps_sums(alone: Numbers, together: Numbers) -> bool:
     )
 
 
-def _steps_apart(case: Case) -> bool:
-    """Whether a step on each parameter does, to the bit, what one step on all of them does.
+def _one_by_one(double: torch.optim.Optimizer, *, has_others: bool) -> None:
+    """Step on each parameter, as bucket after bucket is. has_others: whether the optimizer has several groups."""
+    (settings,) = double.param_groups
+    given: dict[str, list[Any]] = {key: settings[key] for key in ("params", "param_names") if key in settings}
+    without_gradient = nn.Parameter(torch.zeros_like(given["params"][0]))  # as those that no microbatch used
+    # Where there are several groups, a part has often nothing of some.
+    empty = [{**settings, "params": []}] if has_others else []
+    for at in range(len(given["params"])):
+        settings.update({key: each[at : at + 1] for key, each in given.items()})
+        double.param_groups = [settings, *empty] if at else [*empty, settings]
+        double.step()
+    settings["params"] = [without_gradient]
+    double.step()
+    double.param_groups = [settings]
+    settings.update(given)
 
-    It does not for an optimizer that counts its steps once for all parameters, or whose update looks at several. A
-    count may change the update only later, so what the doubles keep is compared too.
-    """
-    matrices = [trial_tensors(_SMALL, 4, seed=seed) for seed in range(2)]
-    at_once, one_by_one = (_run_apart(case, matrices, one_by_one=each) for each in (False, True))
-    if at_once is None or one_by_one is None:  # it wants other shapes than these: nothing can be concluded
-        return False
-    return torch.equal(at_once[0], one_by_one[0]) and at_once[1] == one_by_one[1]
 
-
-def _run_apart(
-    case: Case, matrices: Sequence[Sequence[torch.Tensor]], *, one_by_one: bool
-) -> tuple[torch.Tensor, dict[Any, float]] | None:
-    """How parameters move, and the numbers that are kept of all of them; None where a step raises."""
-    without = nn.Parameter(matrices[0][0].to(case.device, copy=True))
-
-    def step(double: torch.optim.Optimizer) -> None:
-        (settings,) = double.param_groups
-        # One of them has no gradient, as those that no microbatch used.
-        given: dict[str, list[Any]] = {key: settings[key] for key in ("params", "param_names") if key in settings}
-        given["params"] = [*given["params"], without]
-        every = range(len(given["params"]))
-        # Where there are several groups, a part has often nothing of some.
-        empty = [{**settings, "params": []}] if one_by_one and len(case.optimizer.param_groups) > 1 else []
-        for at in every if one_by_one else (None,):
-            settings.update({key: each if at is None else each[at : at + 1] for key, each in given.items()})
-            double.param_groups = [settings, *empty] if at else [*empty, settings]
-            double.step()
-        double.param_groups = [settings]
-        settings.update(given, params=given["params"][:-1])
-
-    run = run_double(case, matrices, num_steps=4, step=step)
-    if run.error:
-        return None
-    numbers = {way: number for way, (_, _, number) in numbers_of(run.double).items() if way[0] in ("", 0)}
-    return torch.cat([*run.moves, without.detach().cpu().flatten()]), numbers
+def _keep_alike(one: Run, other: Run) -> bool:
+    """Whether both have the same numbers in the group and on the optimizer: a count may change updates later only."""
+    mine, yours = (
+        {way: number for way, number in numbers_of(run.double).items() if way[0] in ("", 0)} for run in (one, other)
+    )
+    return mine == yours
 
 
 def _made_by_steps(case: Case) -> frozenset[str]:
