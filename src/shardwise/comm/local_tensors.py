@@ -154,15 +154,6 @@ def local_tensor(tensor: "DTensor") -> torch.Tensor:
     return tensor.to_local().detach()  # the context above costs more than the call
 
 
-def with_local_tensor(tensor: "DTensor", local: torch.Tensor) -> "DTensor":
-    """Return a DTensor like `tensor` with `local` as the part of this rank, a tensor of the same shape as before."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor]]:
     """Return the pieces of a DTensor that this rank holds, each with the part of the local tensor that holds it.
 
@@ -174,7 +165,7 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     _check_readable(name, tensor)
     if tensor.device_mesh.get_coordinate() is None:
         return []
-    held = local_stretches(name, tensor)
+    held = _local_stretches(name, tensor)
     local = local_tensor(tensor)
     lengths = tuple(_length(stretches) for stretches in held)
     if tuple(local.shape) != lengths:
@@ -187,7 +178,7 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     return _boxed(name, tensor, local, held)
 
 
-def local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
+def _local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
     """Which indices of each dim of a DTensor the local tensor of this rank has, in its order, as stretches.
 
     Raises `CheckpointError` for summands (`Partial`), and for a rank outside of the mesh.

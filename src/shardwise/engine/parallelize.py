@@ -1,6 +1,6 @@
 """From a model and a plan to an engine, in three phases: inspect, agree, build.
 
-    [1] inspect, alone      model      -> names, ties, shapes, buffers (`Inventory`); DTensors -> portions
+    [1] inspect, alone      model      -> names, ties, shapes, buffers (`Inventory`)
                             optimizer  -> covers every trainable parameter once? tried on small matrices
         ~~~~ exchange: the verdict of each rank, its seed ~~~~
     [2] agree, together     equal on all ranks: plan text; model and optimizer settings; digests of all values
@@ -34,7 +34,6 @@ from shardwise.engine.forward.inventory import (
     Inventory,
     describe_model,
     describe_values,
-    portions_of_dtensors,
     take_inventory,
     take_over,
     with_values,
@@ -92,7 +91,7 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
-from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.zero.flat_params import FlatParams, Owned, note_masters
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
 from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
@@ -100,7 +99,6 @@ from shardwise.engine.zero.unshard import Unshard
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Ownership, Placement, Plan
 from shardwise.plan.units import Units
-from shardwise.space import Portion
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -188,8 +186,6 @@ class _Inspected:
     inventory: Inventory
     aliases: Sequence[Alias]
     optimizers: tuple[torch.optim.Optimizer, ...]
-    given: Mapping[str, Portion]
-    """The portions of parameters that came as DTensors."""
     groups: Groups
     activations: ActivationModules
     traits: Sequence[OptimizerTraits]
@@ -207,7 +203,6 @@ def _inspect(asked: Asked) -> _Inspected:
     aliases = aliases_in(model, inventory.parameters)
     if plan.mesh.num_data_ranks > 1:
         synchronised_in(model)
-    given = portions_of_dtensors(inventory, plan, channel.rank)
     optimizers = build(asked.optimizer, list(model.parameters()))
     check_coverage(optimizers, inventory)
     home, at_home = _home(plan, channel.device, optimizers)
@@ -223,7 +218,6 @@ def _inspect(asked: Asked) -> _Inspected:
         inventory=inventory,
         aliases=aliases,
         optimizers=optimizers,
-        given=given,
         groups=named,
         activations=modules_of(model, plan.activations),
         traits=traits,
@@ -305,9 +299,7 @@ def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
         placement = agree_on_placement(model, plan, asked.loss, asked.sample, channel)
     units = units_of(model, inventory, plan, placement)
     if decision is None:
-        decision = agree_on_tensor_plan(
-            model, plan, channel, given=inspected.given, loss=asked.loss, sample=asked.sample
-        )
+        decision = agree_on_tensor_plan(model, plan, channel, loss=asked.loss, sample=asked.sample)
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
             inventory.refuse_waiting_packed()
@@ -392,8 +384,6 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
-    if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
-        watchers.append(lambda _: gradients.collectors.stay_last())
     forwards = Forwards(
         random=random,
         runner=runner,
@@ -460,7 +450,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     model, plan = asked.loss.model, asked.plan
     device, coordinate, counters = channels.world.device, channels.pipeline.rank, asked.settled.counters
     waiting = inspected.inventory.waiting()
-    inventory = inspected.inventory.cut({**terms.decision.plan.portions(channels.tensor.rank), **inspected.given})
+    inventory = inspected.inventory.cut(terms.decision.plan.portions(channels.tensor.rank))
     stages = assign_parameters(model, inventory, terms.placement)
     model_buffers = ModelBuffers(model)  # all of them: ranks number buffers alike, also those that they drop
     inventory.tie()
@@ -527,8 +517,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
     take_along(inspected.aliases, held.parameters)
     settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
-    has_copies = plan.mesh.size > plan.mesh.pp
-    buffers.watch({name for name in owned.parameters if has_copies or len(stages.users(name)) > 1})
+    note_masters(buffers.buckets)
     model_buffers.settle(channels.everyone, channels.pipeline)  # it remembers values, so all are here by now
     tensors = RankTensors(
         held=held, owned=owned, layout=layout, buffers=buffers, ties=ties, model_buffers=model_buffers

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed
-from shardwise.comm.local_tensors import is_dtensor, torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.counters import Counters
@@ -32,7 +32,7 @@ from shardwise.engine.model.rank_parts import Asked, Settled
 from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.model.state_of_all import merged_settings, settings_texts, sources_of, stored_of_all, targets_of
 from shardwise.engine.optimizers.known import of_no_parameter
-from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
+from shardwise.errors import CheckpointError, PlanError, ShardwiseError
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import ADDED
@@ -139,16 +139,9 @@ def refit(engine: Engine[Model]) -> None:
 
 def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[str, Any]:
     """The settings that ranks know together. Raises, on all ranks, where it cannot go on."""
-    given = [name for name, parameter in handed.rank.model.named_parameters() if is_dtensor(parameter)]
     with Gathering("settings of a relayout").agreed(channel) as gathered:
         if not isinstance(plan, Plan):
             raise PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
-        if given:
-            raise ModelError(
-                f"{len(given)} parameters are DTensors, among them {given[0]!r}, and their modules expect this "
-                "layout. Build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: "
-                "sw.save, and sw.load under the other plan"
-            )
         gathered.own = settings_texts(handed.settings)
     settings = merged_settings(gathered.texts, purpose="settings of a relayout")
     return {**settings, ADDED: sorted(handed.unfrozen)}

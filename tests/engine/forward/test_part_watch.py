@@ -157,7 +157,6 @@ def in_a_file(values: Any) -> Any:
 ALONE: dict[str, Callable[[Any], Any]] = {
     "tolist": lambda each: each.tolist(),
     "an element": lambda each: each.view(-1)[0].item(),
-    "an element of numpy": lambda each: float(each.detach().numpy().flat[0]),
     "finite": lambda each: float(torch.isfinite(each).all()),
     "equal": lambda each: float(torch.equal(each, each.clone())),
     "over its norm": lambda each: (each * 2 / each.norm()).tolist(),

@@ -157,7 +157,7 @@ class WeightAverages:
         self.are_in = not self.are_in
         for bucket, _ in self._averages if alone else ():
             bucket.publish()
-            self._buffers.writes.note_contents([bucket])
+            bucket.master_memory.note(bucket.master)
 
 
 def _exchanged(bucket: WholeBucket, average: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,9 @@
-"""What a model holds: its parameters by storage, its ties, its buffers; and parameters that are DTensors already.
+"""What a model holds: its parameters by storage, its ties, its buffers.
 
-    embedding.weight  --+
-    head.weight       --+--> one storage, one object or several --> one `Parameter`, alias head.weight
-    a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
-    cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
-
-DTensors (of `parallelize_module`) stay what they are, because their modules expect them. Flat buffers and owners have
-the local tensors. A DTensor is a shell around a view of a buffer, and its gradient is taken out of such a shell.
+embedding.weight  --+
+head.weight       --+--> one storage, one object or several --> one `Parameter`, alias head.weight
+a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
+cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
 """
 
 import operator
@@ -20,15 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import (
-    dtype_name,
-    extent,
-    is_dtensor,
-    local_stretches,
-    local_tensor,
-    share_elements,
-    with_local_tensor,
-)
+from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
 from shardwise.engine.forward.packed_tensors import carried_by, is_packed, is_shell
 from shardwise.engine.forward.parametrizations import see_parametrizations
 from shardwise.engine.forward.sharded_parameters import plain_class
@@ -40,8 +29,8 @@ from shardwise.engine.torch_private import (
     make_subclass,
     storage_id,
 )
-from shardwise.errors import CheckpointError, ModelError, few_of
-from shardwise.plan import Parameter, Plan, Precision
+from shardwise.errors import ModelError, few_of
+from shardwise.plan import Parameter, Precision
 from shardwise.plan.outlines import check_keep, describe
 from shardwise.space import Portion
 
@@ -124,7 +113,7 @@ class Inventory:
 
     def num_bytes(self, *, but: Sequence[Callable[[str], bool]]) -> int:
         """Bytes of what is here of the parameters, without those by whose names one of `but` is true."""
-        rest = [values_of(each) for name, each in self.parameters.items() if not any(has(name) for has in but)]
+        rest = [each.detach() for name, each in self.parameters.items() if not any(has(name) for has in but)]
         return sum(each.numel() * each.element_size() for each in rest)
 
     def ties(self) -> dict[str, str]:
@@ -260,8 +249,8 @@ class _PackedListing:
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
-    """Whether there is memory with elements behind a tensor, and not behind a shell around another."""
-    return tensor.numel() > 0 and not tensor.is_meta and not is_dtensor(tensor)
+    """Whether there is memory with elements behind a tensor."""
+    return tensor.numel() > 0 and not tensor.is_meta
 
 
 def named_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -422,6 +411,11 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
             f"{what} is cut over ranks by the model's present plan (stage 3). Change the plan with "
             "sw.relayout(engine, plan), or build the model anew"
         )
+    if is_dtensor(tensor):
+        raise ModelError(
+            f"{what} is a DTensor, and shardwise cuts parameters itself. Give the model as it was built, before "
+            "parallelize_module, with sw.Tensor(rules=...) (tensor.rules)"
+        )
     if is_shell(tensor) and tensor.requires_grad:
         raise ModelError(
             f"{what} is a {type(tensor).__name__}, a tensor around others, and requires a gradient. shardwise trains "
@@ -433,7 +427,7 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
 
 def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
-    if parameter.numel() == 0 or is_dtensor(parameter) or is_shell(parameter):
+    if parameter.numel() == 0 or is_shell(parameter):
         # Without memory, or in a shell of its own: it shares nothing unless it is the same object.
         return (id(parameter),)
     storage = parameter.untyped_storage()
@@ -493,26 +487,8 @@ def describe_values(inventory: Inventory) -> Sequence[str]:
     """One line per parameter and buffer that has values, and all of them."""
     tensors = {**inventory.parameters, **inventory.buffers}
     return [
-        f"{name!r} with digest {digest_of_values(tensor)}"
-        for name, tensor in tensors.items()
-        if not tensor.is_meta and not is_dtensor(tensor)  # each rank has its own part of a DTensor
+        f"{name!r} with digest {digest_of_values(tensor)}" for name, tensor in tensors.items() if not tensor.is_meta
     ]
-
-
-def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter, outside of autograd."""
-    return local_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
-
-
-def put_on(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Let a parameter have its local values in the memory of `values`, which has their shape."""
-    if not is_dtensor(parameter):
-        parameter.data = values
-        return
-    # A DTensor's memory cannot be set through `.data`. The objects are swapped, so that modules and optimizers that
-    # hold the parameter see the new one.
-    shell = nn.Parameter(with_local_tensor(parameter, values), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, shell)
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -522,10 +498,8 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     else:
         with DisableTorchFunctionSubclass():  # at rest or not
             gradient, parameter.grad = parameter.grad, None
-    # Most are plain and dense, and every parameter comes here in every backward.
-    if gradient is None or (type(gradient) is torch.Tensor and gradient.layout is torch.strided):
-        return gradient
-    return _dense(parameter, gradient)
+    # An embedding with `sparse=True` gives sparse gradients, which have no place in a flat buffer.
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def take_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -537,60 +511,6 @@ def take_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
                 parameter.grad = None
                 found[name] = gradient
     for name, gradient in found.items():
-        if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-            found[name] = _dense(parameters[name], gradient)
+        if gradient.layout is not torch.strided:
+            found[name] = gradient.to_dense()
     return found
-
-
-def _dense(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    if is_dtensor(gradient):
-        # Backward may leave terms of a sum where the parameter is whole; here they are added.
-        if is_dtensor(parameter) and gradient.placements != parameter.placements:  # summands, say
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return local_tensor(gradient)
-    # An embedding with `sparse=True` gives sparse gradients, which have no place in a flat buffer.
-    return gradient.to_dense() if gradient.layout != torch.strided else gradient
-
-
-def portions_of_dtensors(inventory: Inventory, plan: Plan, rank: int) -> Mapping[str, Portion]:
-    """The portions of parameters that are cut DTensors. Raises ModelError for DTensors that the plan cannot hold.
-
-    rank: of the world, whose ranks the meshes of the DTensors name.
-    """
-    given = {name: each for name, each in inventory.parameters.items() if is_dtensor(each)}
-    if not given:
-        return {}
-    problems = []
-    if plan.sharding.stage == 3:
-        problems.append("stage 3 frees parameters between uses, and their modules need them; use stage 2")
-    if plan.mesh.pp > 1:
-        problems.append(f"pp={plan.mesh.pp} infers the outputs of foreign modules, which is not known of DTensors")
-    peers = list(plan.mesh.peers(rank, ("tp",)))
-    portions = {}
-    for name, tensor in given.items():
-        ranks = tensor.device_mesh.mesh.flatten().tolist()
-        if ranks != peers:
-            problems.append(f"{name!r} is on the ranks {ranks}, but those of this rank along tp are {peers}")
-            continue
-        try:
-            held = local_stretches(name, tensor)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        cut = [dim for dim, stretches in enumerate(held) if stretches != [(0, tensor.shape[dim])]]
-        if len(cut) > 1:
-            problems.append(f"{name!r} is cut along the dims {cut}; one is known")
-        elif cut:
-            portions[name] = Portion(tuple(tensor.shape), cut[0], tuple(held[cut[0]]))
-    if problems:
-        raise ModelError(_refusal(list(given), problems))
-    return portions
-
-
-def _refusal(names: Sequence[str], problems: Sequence[str]) -> str:
-    return (
-        f"{len(names)} parameters are DTensors, among them {names[0]!r}, and the plan cannot take them: "
-        + "; ".join(problems)
-        + ". Give a mesh with the same tp ranks, or the model as it was built, with sw.Tensor(rules=...) "
-        "(tensor.rules)"
-    )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.local_tensors import dtype_name, is_dtensor
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.aside import items_set
 from shardwise.engine.forward.sharded_parameters import plain_class
 from shardwise.engine.torch_private import (
@@ -59,8 +59,8 @@ class Carried:
 
 
 def is_shell(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a subclass around others, which have its values. DTensors are known apart."""
-    return type(tensor) is not nn.Parameter and is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
+    """Whether a tensor is a subclass around others, which have its values."""
+    return type(tensor) is not nn.Parameter and is_traceable_wrapper_subclass(tensor)
 
 
 def is_packed(parameter: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
     with torch.no_grad(): each.clamp_(-1, 1)              element by element: right on parts
     sum(each.pow(2).sum() for each in model.parameters()) a sum over what is here: refused
-    each.numpy()[:] = 0                                   the memory that is here; sums of the array are refused
 
 Outside of a call of the engine they have the class `Part`, and so has what a program makes of them element by element.
 Forwards that a program calls itself, and code of the engine, compute with parts as ever.
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -77,12 +75,12 @@ def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal
         has_parts = any(is_part for _, is_part, _ in held)
         has_sums = any(getattr(each, "is_sum", False) for each, *_ in held)
         is_elsewhere = any(each.is_meta for each, *_ in held)
-        if func == torch.Tensor.numpy and not is_elsewhere and not has_sums:
-            return _PartArray.of(func(*args, **kwargs), refusal)
         if func in _VALUES and not has_parts and not has_sums:
             # A file must not name the class of a `Part`.
-            return func(*tree_map(lambda each: each.as_subclass(torch.Tensor) if type(each) is Part else each, args))
-        if func in _REFUSED or (func in LEAVE and (is_elsewhere or has_sums)):
+            plain = tree_map(lambda each: each.as_subclass(torch.Tensor) if type(each) is Part else each, args)
+            return func(*plain, **kwargs)
+        # An array of numpy can be written to, which nothing shows.
+        if func in _REFUSED or func == torch.Tensor.numpy or (func in LEAVE and (is_elsewhere or has_sums)):
             raise refusal(name)
         if func == torch.Tensor.__deepcopy__:  # torch's own asks for the same class, which is given to results below
             func, args = torch.clone, args[:1]
@@ -107,7 +105,9 @@ def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal
     return tree_map(made, output)
 
 
-_REFUSED: frozenset[Any] = frozenset(getattr(torch.Tensor, name) for name in ("tolist", "__array__", "__reduce_ex__"))
+_REFUSED: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__reduce_ex__")
+)
 _VALUES = _REFUSED | {getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__dlpack__")}
 """What gives the values of a tensor to Python: a whole parameter has them all."""
 
@@ -162,34 +162,3 @@ class _PartParameter(nn.Parameter):
     refusal = staticmethod(_refusal)
     is_part, root, is_sum = True, ONE_ROOT, False
     __torch_function__ = Part.__torch_function__
-
-
-class _PartArray(np.ndarray[Any, Any]):
-    """The memory of a part, for NumPy."""
-
-    refusal: Refusal
-
-    @staticmethod
-    def of(array: Any, refusal: Refusal) -> "_PartArray":
-        """The same memory. refusal: as of a `Part`."""
-        made = np.asarray(array).view(_PartArray)
-        made.refusal = refusal
-        return made
-
-    def __array_finalize__(self, made_of: Any) -> None:
-        self.refusal = getattr(made_of, "refusal", _refusal)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if method != "__call__":
-            raise self.refusal(f"{ufunc.__name__}.{method} of NumPy")
-        return self.__array_function__(ufunc, (), inputs, kwargs)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda each: np.asarray(each) if type(each) is _PartArray else each, (args, kwargs))
-        output = func(*args, **kwargs)
-        if output is not None and np.shape(output) != self.shape:
-            raise self.refusal(f"{func.__name__} of NumPy")
-        return None if output is None else _PartArray.of(output, self.refusal)
-
-    def tolist(self) -> Any:
-        raise self.refusal("tolist of NumPy")

@@ -5,20 +5,17 @@
     p.data.mul_(2), numpy, DLPack, untyped_storage, kernels      the same     another
     of others, batch norms of torch (running statistics)
 
-The count costs no read. Content is compared whole up to `_MOST_BYTES`, and above by elements spread over the tensor; of
-flat memory (`FlatContents`) digests are compared, which keep no content.
+The count costs no read. Content is compared whole up to `_MOST_BYTES`, and above by elements spread over the tensor.
 Where that is not enough, everything is compared in the looks 1, 2, 64, 128, 256, .. (`is_due`). A program that writes
 past the count mostly does so in its first steps, and is compared whole ever after.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
-from xxhash import xxh3_64_intdigest
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import bytes_of, span_elements
+from shardwise.comm.local_tensors import span_elements
 from shardwise.engine.torch_private import version_of
 
 _MOST_BYTES = 1 << 17
@@ -31,12 +28,6 @@ _AT_ONCE = 1 << 20
 """Elements that are compared with casts in one piece of memory."""
 
 _FIRST_LOOKS, _LATER_LOOKS = 2, 64
-
-_MOST_DIGESTED = 1 << 19
-"""Bytes of flat memory that are digested whole, in 10 microseconds."""
-
-_OF_EACH = 8
-"""Words of 8 bytes that are digested of each tensor in larger ones."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """What tensors of so many bytes per element are read as: a NaN is like itself then."""
@@ -116,55 +107,6 @@ class Content:
         # Of the memory, whatever the strides: gaps between the elements count.
         bits = bits_in(tensor.detach().as_strided((span_elements(tensor),), (1,)))
         return bits[:: spread_over(bits.numel())].clone()
-
-
-class FlatContents:
-    """What flat memories on the CPU held at a time: a digest of each tensor that views one.
-
-    Of a memory above `_MOST_DIGESTED` words at equal distances are digested, and at least `_OF_EACH` of each tensor.
-    """
-
-    def __init__(self, memories: Sequence[tuple[torch.Tensor, Sequence[slice]]]) -> None:
-        """memories: each with the elements of its tensors; without any it is not looked at."""
-        self.are_whole: list[bool] = []
-        """Of each memory, whether all of it is digested."""
-        self._read: list[Iterable[memoryview | bytes]] = []
-        for flat, spans in memories:
-            size, memory = flat.element_size(), bytes_of(flat) if spans else memoryview(b"")
-            views = [memory[size * each.start : size * each.stop] for each in spans]
-            self.are_whole.append(len(memory) <= _MOST_DIGESTED)
-            self._read.append(views if self.are_whole[-1] else _Words(views, len(memory)))
-        self._kept: list[list[int]] = [[] for _ in memories]
-        self.remember(range(len(memories)))
-
-    def remember(self, numbers: Iterable[int]) -> None:
-        """What the memories of these numbers hold now is what they are to hold."""
-        for at in numbers:
-            self._kept[at] = [*map(xxh3_64_intdigest, self._read[at])]
-
-    def differing(self) -> list[int]:
-        """The numbers of memories that hold something else now."""
-        # In one loop without calls of Python: stage 3 has as many as units.
-        pairs = enumerate(zip(self._read, self._kept, strict=True))
-        return [at for at, (read, kept) in pairs if kept and [*map(xxh3_64_intdigest, read)] != kept]
-
-    def different(self, number: int) -> list[int]:
-        """The tensors in one memory that do."""
-        pairs = zip(map(xxh3_64_intdigest, self._read[number]), self._kept[number], strict=True)
-        return [at for at, (now, kept) in enumerate(pairs) if now != kept]
-
-
-class _Words:
-    """Some words of each tensor in a large memory."""
-
-    def __init__(self, tensors: Sequence[memoryview], num_bytes: int) -> None:
-        """num_bytes: of the memory."""
-        words = [each[: len(each) // 8 * 8].cast("Q") if len(each) > 8 * _OF_EACH else each for each in tensors]
-        steps = [min(spread_over(num_bytes // 8), max(len(each) // _OF_EACH, 1)) for each in words]
-        self._views = [each[::step] for each, step in zip(words, steps, strict=True)]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return map(memoryview.tobytes, self._views)
 
 
 Form: TypeAlias = tuple[torch.Size, torch.dtype]

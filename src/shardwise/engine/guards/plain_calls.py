@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.reads_between_steps import ReadsBetweenSteps
 from shardwise.engine.optimizers.master_states import follow_states
@@ -163,7 +162,7 @@ class PlainCalls:
         """What the module itself holds that is not whole here, and why."""
         found = {}
         for key, parameter in module._parameters.items():
-            if parameter is None or is_dtensor(parameter):  # which says itself what part it is
+            if parameter is None:
                 continue
             if hasattr(type(parameter), "_is_sharded_param"):
                 found[key] = "is cut over ranks (sharding stage 3)"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.local_tensors import is_dtensor, torch_dtype
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory, exchange, named_places, take_over, with_values
 from shardwise.engine.forward.packed_tensors import is_shell, shells_aside
 from shardwise.engine.pipeline.staged_calls import PlacedModule
@@ -218,7 +218,7 @@ def drop_foreign(
 
 def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parameter] = ()) -> None:
     """`model.to(device)`, without the tensors that have no memory, and without the parameters in `but`."""
-    left = {id(each) for each in but if not is_dtensor(each)}  # their local tensors move with them
+    left = {id(each) for each in but}
     for each in but:
         each.grad = None  # from before: it would move without its parameter
     tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left and not is_shell(each)]

@@ -41,8 +41,8 @@ from shardwise.engine.step.exchange import (
 )
 from shardwise.errors import BatchError, SameRowsWarning
 
-_OF_MASTERS, _UNCOUNTED = "..", ".!"
-"""Before a name: of the masters of its bucket, or of a write that torch did not count. No parameter's begins so."""
+_OF_MASTERS = ".."
+"""Before a name: of the masters of its bucket. No parameter's begins so."""
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
@@ -115,7 +115,6 @@ class StepOpening:
                 written=[
                     *self._buffers.written,
                     *map(_OF_MASTERS.__add__, self._buffers.written_masters),
-                    *map(_UNCOUNTED.__add__, self._buffers.uncounted),
                 ],
                 autocast=self._rank.computation.autocast.described(),
                 trained=trained,
@@ -136,15 +135,8 @@ class StepOpening:
 
     def _settle_writes(self, told: Collection[str]) -> None:
         """Give all ranks what was written from outside, or refuse it on all: what all ranks have said."""
-        masters, uncounted = (
-            {each.removeprefix(mark) for each in told if each.startswith(mark)} for mark in (_OF_MASTERS, _UNCOUNTED)
-        )
-        written = [each for each in told if not each.startswith((_OF_MASTERS, _UNCOUNTED))]
-        self._buffers.uncounted.clear()
-        if masters and uncounted:
-            # Without a count, a write to the model looks like one to masters where all that it changed is owned here:
-            # the owner's values must not come over those of others before they are compared.
-            check_writes(self._channels.world, self._buffers.digests(uncounted), self._channels.ranks.replicas)
+        masters = {each.removeprefix(_OF_MASTERS) for each in told if each.startswith(_OF_MASTERS)}
+        written = [each for each in told if not each.startswith(_OF_MASTERS)]
         if masters:
             with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
                 self._buffers.publish_masters(self._rank.updates.counters, masters)

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept
-from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.forward.aside import attributes_set, parameters_set
 from shardwise.engine.forward.inventory import named_places, place_of
 from shardwise.engine.forward.layers import has_own_forward
@@ -167,7 +166,7 @@ class Probes:
             }
         held = {key: value for key, value in module._parameters.items() if value is not None}
         weight = held.get("weight")
-        if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"} or is_dtensor(weight):
+        if weight is None or weight.dim() != 2 or not held.keys() <= {"weight", "bias"}:
             return {}
         if type(module).forward is nn.Linear.forward and not has_own_forward(module):
             return {"computes": "linear"}

@@ -8,7 +8,7 @@ Every rank decides for itself from the same model and compares the plan with the
 whole parameters away, and each rank holds its portions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
-from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatch
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
@@ -92,33 +91,24 @@ def agree_on_tensor_plan(
     plan: Plan,
     channel: Channel,
     *,
-    given: Mapping[str, Portion],
     loss: LossOfModel,
     sample: Batch | None,
 ) -> TensorDecision:
     """Decide how the parameters of `model` are cut. Raises PlanError, the same on all ranks.
 
-    given: what is cut already, because it came as DTensors. Their modules know what to do; nothing is planned then.
     loss, sample: of a model that carries no plan, "auto" infers one from a run on the sample.
     """
     if plan.mesh.tp == 1:
         _check_names(model, plan, channel)
         return TensorDecision(plan=NO_CUTS)
-    decision = TensorDecision(plan=NO_CUTS)
     with agreed(channel, purpose="verdict on tensor parallelism"):
         rules = plan.tensor.rules
-        if rules is not None and given:
+        if rules is None:
             raise PlanError(
-                f"tensor.rules: {len(given)} parameters of the model are cut DTensors already, such as "
-                f"{next(iter(given))!r}; leave the rules out, or give the model as it was built"
-            )
-        if rules is None and not given:
-            raise PlanError(
-                f"mesh.tp={plan.mesh.tp}: tensor.rules cuts nothing over these ranks, and no parameter is a DTensor. "
+                f"mesh.tp={plan.mesh.tp}: tensor.rules cuts nothing over these ranks. "
                 'Give rules="auto" for a model that carries a plan, or {name: rule}'
             )
-        if rules is not None:
-            decision = decide(model, plan, loss=loss, sample=sample)
+        decision = decide(model, plan, loss=loss, sample=sample)
     # The plans themselves, not the verdicts alone: under "auto" a sample with other entries may infer other rules on
     # one rank, and its collectives would match those of no other.
     compare(
@@ -156,7 +146,7 @@ def keep_portions(inventory: Inventory) -> None:
     """
     for spec in inventory.specs:
         parameter = inventory.parameters[spec.name]
-        if spec.portion is not None and not parameter.is_meta and not is_dtensor(parameter):
+        if spec.portion is not None and not parameter.is_meta:
             local = portion_of(parameter.detach(), spec.portion)
             # A gradient from before would have the shape of the whole.
             parameter.grad = None

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from typing_extensions import override
@@ -71,28 +71,15 @@ class WholeBucket:
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
         self.master_memory = MasterMemory()
-        self._own: tuple[int, int] = (own.start, own.stop)
 
-    def pieces(self) -> list[tuple[str, slice]]:
-        """The parameters in the working copy, cut where the owned part begins and ends."""
-        found = []
-        for slot in self.plan.slots:
-            ends = {slot.run.start, slot.run.stop, *(min(max(at, slot.run.start), slot.run.stop) for at in self._own)}
-            found += [(slot.name, slice(*each)) for each in pairwise(sorted(ends))]
-        return found
+    def other_than_casts(self, *, reads_all: bool) -> list[str]:
+        """Owned parameters with elements in the working copy that are not the cast of their master.
 
-    def owned_spans(self) -> list[slice]:
-        """Where parameters are in the master."""
-        return [_span(each) for each in self.segments.values()]
-
-    def owns(self, piece: slice) -> bool:
-        """Whether this rank owns one of `pieces`."""
-        start: int = piece.start
-        return self._own[0] <= start < self._own[1]
-
-    def other_than_casts(self) -> list[str]:
-        """Owned parameters with elements in the working copy that are not the cast of their master."""
-        if not differ_from_cast(self.part, self.master):
+        Not `reads_all`: some elements show whether there are any. A device is not waited for then.
+        """
+        step = 1 if reads_all or is_small(self.part) else spread_over(self.part.numel())
+        is_near = self.part.device.type == "cpu"
+        if not (is_near or reads_all) or not differ_from_cast(self.part[::step], self.master[::step]):
             return []
         spans = {name: _span(each) for name, each in self.segments.items()}
         return [name for name, each in spans.items() if differ_from_cast(self.part[each], self.master[each])]

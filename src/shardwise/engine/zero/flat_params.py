@@ -28,25 +28,19 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import dtype_name, is_dtensor
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.forward.inventory import Inventory, put_on, values_of
+from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.forward.writes import is_due
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_id, version_of
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
-from shardwise.engine.zero.bucket_writes import BucketWrites
 from shardwise.engine.zero.masters import master
 from shardwise.errors import ModelError
 from shardwise.plan import Ownership, Parameter, Segment, Slot
 from shardwise.plan.specs import Offload
 from shardwise.space import Box, Piece
-
-
-def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
-    """What tells where a parameter is that is held whole."""
-    return (lambda each: values_of(each).data_ptr()) if is_dtensor(parameter) else torch.Tensor.data_ptr
 
 
 def _storage_of(parameter: torch.Tensor) -> int:
@@ -90,6 +84,12 @@ def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[s
             runs.append((name, num_elements, counts(name)))
         end = bucket_of[name], start + num_elements, counts(name)
     return runs
+
+
+def note_masters(buckets: Iterable[WholeBucket]) -> None:
+    """What masters hold now is what they are to hold."""
+    for each in buckets:
+        each.master_memory.note(each.master)
 
 
 class FlatParams:
@@ -136,7 +136,7 @@ class FlatParams:
         here = self._parameters
         self._names, self._all = list(here), list(here.values())
         sharded = {slot.name for bucket in self.sharded for slot in bucket.plan.slots}
-        self._place_functions = [_storage_of if name in sharded else _address_of(each) for name, each in here.items()]
+        self._place_functions = [_storage_of if name in sharded else torch.Tensor.data_ptr for name in here]
         self._places = self._places_now()
         self._versions = self._versions_now()
         self._kinds: dict[str, type] = {}
@@ -148,11 +148,9 @@ class FlatParams:
             parameter.__class__ = sharded_class(type(parameter))
         self.written: set[str] = set()
         """Parameters that were written to from outside, until ranks have compared them."""
-        self.uncounted: set[str] = set()
-        """Those of them that torch counted no write to."""
         self.written_masters: set[str] = set()
         """A parameter for each bucket whose masters were, until its owners have given them to all ranks."""
-        self.writes = BucketWrites(self.buckets)
+        self._casts = [each for each in self.buckets if each.is_cast and not isinstance(each, ShardedBucket)]
         self._num_looks = 0
         self._reads_all = False
         self._is_learned = False
@@ -187,11 +185,6 @@ class FlatParams:
             return []
         return [name for name, one, other in zip(self._names, now, self._places, strict=True) if one != other]
 
-    def watch(self, copied: Collection[str]) -> None:
-        """Compare from now on what parameters hold with what the engine wrote there. copied: those that other ranks
-        have too."""
-        self.writes = BucketWrites(self.buckets, is_on=True, copied=copied)
-
     def adopt_writes(self, *, reads_all: bool = False) -> None:
         """Take values that were written into parameters from outside (`load_state_dict`) over into the masters.
 
@@ -207,27 +200,32 @@ class FlatParams:
         written = self.found_written()
         if not written:
             return
-        counted = self._counted()
         # Before a refusal: what is lost is refused once, and training goes on with the values that the owners have.
         self._versions = self._versions_now()
         if lost := next((name for name in written if name in self._kinds), None):
             raise refusal_of_write(lost)
         for name in written:
             self._slots[name][0].adopt(name)
-        self.writes.note_contents(self.buckets)
+        note_masters(self.buckets)
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
-        self.uncounted.update(set(written) - set(counted))
 
     def take_up_masters(self) -> None:
         """Take values that were written to masters from outside over into this rank's part of the working copies.
 
         `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies.
         """
-        for bucket in self.writes.with_written_masters(self._counted):
+        for bucket in self.buckets:
+            memory = bucket.master_memory
+            is_written = memory.is_written(bucket.master)
+            if memory.is_touched and bucket.has_master and not is_written:
+                # Both hold the same unless one of them was written. Torch counts most writes to the model.
+                is_written = bool(bucket.other_than_casts(reads_all=True)) and not self._counted()
+            if not (is_written and bucket.plan.trainable):
+                continue
             self.settle()
             bucket.publish()
-            self.writes.note_contents([bucket])
+            note_masters([bucket])
             self.written_masters.add(bucket.plan.slots[0].name)
             if not isinstance(bucket, ShardedBucket):  # no rank holds copies of those
                 self.written.update(slot.name for slot in bucket.plan.slots)
@@ -254,7 +252,8 @@ class FlatParams:
         those that are not lost only the ones to which torch has counted a write."""
         found = counted = self._counted()
         if compares:
-            found = [*found, *self.writes.found(reads_all=self._reads_all)]
+            reads_all = self._reads_all
+            found = [*found, *(name for each in self._casts for name in each.other_than_casts(reads_all=reads_all))]
         for each in self.sharded:
             if each.lost:
                 found = found + sorted(each.lost)
@@ -281,7 +280,7 @@ class FlatParams:
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
-        held = {name: values_of(self._parameters[name]) for name in names if name in self._parameters}
+        held = {name: self._parameters[name].detach() for name in names if name in self._parameters}
         return {name: digest_of_values(values) for name, values in held.items()}
 
     @torch.no_grad()
@@ -377,7 +376,7 @@ class FlatParams:
             meanwhile()
         for work in works:
             work.wait()
-        self.writes.note_contents([self.buckets[index] for index in indices])
+        note_masters([self.buckets[index] for index in indices])
 
     def _places_now(self) -> list[int]:
         """For each parameter a value that stays the same until it gets another storage."""
@@ -395,7 +394,7 @@ class FlatParams:
         for slot in bucket.plan.slots:
             self._slots[slot.name] = bucket, slot
             parameter = self._parameters[slot.name]
-            values = values_of(parameter)
+            values = parameter.detach()
             if slot.name not in waiting:
                 bucket.write(slot, values)
             if (segment := bucket.segments.get(slot.name)) is not None and bucket.plan.trainable:
@@ -408,7 +407,7 @@ class FlatParams:
                 self.owned.append(Owned(segment=segment, parameter=held))
             # A gradient from before has the dtype, and maybe the shape, of the parameter as it was.
             parameter.grad = None
-            put_on(parameter, bucket.working[slot.run.start : slot.run.stop].view(values.shape))
+            parameter.data = bucket.working[slot.run.start : slot.run.stop].view(values.shape)
         bucket.free()
 
 

@@ -14,7 +14,12 @@ from torch import nn
 from shardwise.engine.forward.part_watch import PART, Held
 from shardwise.engine.forward.reads_between_steps import ONE_ROOT, carried_out
 from shardwise.engine.forward.sharded_parameters import functions_of_memory, functions_of_metadata
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_leaves
+from shardwise.engine.torch_private import (
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    tree_leaves,
+    version_of,
+)
 from shardwise.errors import OptimizerError
 
 NO_GRADIENT = (
@@ -67,8 +72,18 @@ class MasterMemory:
     """Of the memory that the masters view, when it was known last: they count its writes."""
     is_reached: bool = False
     """Whether somebody was given a master's memory in a way in which no write is counted."""
+    is_touched: bool = False
+    """Whether somebody did anything with one: perhaps an array of numpy was made of a view."""
     has_others: bool = False
     """Whether other ranks update other parameters, or other elements."""
+
+    def note(self, master: torch.Tensor) -> None:
+        """What is there now is what is to be there."""
+        self.version, self.is_reached, self.is_touched = version_of(master), False, False
+
+    def is_written(self, master: torch.Tensor) -> bool:
+        """Whether something was written since, as far as torch or a reach shows it."""
+        return self.is_reached or version_of(master) != self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,7 @@ class Master(nn.Parameter):
                         "ranks. sw.full(engine) gives it, and engine.whole() takes writes"
                     )
                 memory.is_reached |= func in functions_of_memory()
+                memory.is_touched = True
                 if memory.has_others:
                     is_part = each._place.is_part
                     held.append((each, is_part, ONE_ROOT if is_part else id(each)))

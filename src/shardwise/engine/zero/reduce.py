@@ -39,11 +39,11 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.agreement import a_list, texts_in, understood
+from shardwise.comm.agreement import a_list, understood
 from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.forward.inventory import take_gradient, take_gradients, values_of
+from shardwise.engine.forward.inventory import take_gradient, take_gradients
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
@@ -171,7 +171,7 @@ class GradReduce(Passes):
         for pending in self._after:
             self._by_stage.setdefault(pending.stage, []).append(pending)
         with DisableTorchFunctionSubclass():  # what is at rest has a shape, and refuses the rest
-            self._shapes = {name: values_of(parameters[name]).shape for name in self._of}
+            self._shapes = {name: parameters[name].shape for name in self._of}
         self._parameters = [parameters[name] for name in self._of]
         self._arena = self._nothing
         self._layout: Arena | None = None
@@ -185,14 +185,12 @@ class GradReduce(Passes):
         if owners.progresses_alone:
             self._most_flights = len(layout.ownership.buckets) if sums_of(owners) is None else 1
         self._trained = ALL
-        self._unused: frozenset[str] = frozenset()
+        self._unused: set[str] = set()
+        """Parameters that no rank used in the last update, alike on all ranks."""
         self._place: dict[int, int] = {}
         """Buckets in the order in which their first backward on the first rank completed them, then the others."""
         self._completed: list[int] = []
         """Buckets in the order in which the first microbatch completed them."""
-        # The parameters that no rank used in the last update, alike on all ranks, are not waited for. If one is used
-        # again, its bucket may have left without it: such a gradient is a stray.
-        self._strays: dict[str, torch.Tensor] = {}
         self._copies = GradCopies()
         self._owned = OwnedGradients()
         self._quiet: dict[int, dict[str, nn.Parameter]] = {at: {} for at in self._by_stage}
@@ -280,7 +278,6 @@ class GradReduce(Passes):
             self._lay_out_runs(num_microbatches)
         self._num_microbatches = num_microbatches
         self._touched.clear()
-        self._strays.clear()
         self._completed.clear()
         # An update that raised may have left a transfer behind, which nobody needs.
         self._flights.clear()
@@ -307,17 +304,18 @@ class GradReduce(Passes):
             pending.missing = set(pending.names if self._trained.names is None else pending.names & self._trained.names)
 
     def expect(self, touched: Collection[str]) -> None:
-        """Learn from an update: what no rank had a gradient for is not waited for in the next one.
+        """Learn from an update: for buckets with something that no rank had a gradient for no other one waits.
 
         `touched`: the same on all ranks. After the first update buckets go in the order in which its backward completed
             them on the first rank. That order may differ from the parameters' order in the model.
         """
+        if not self._starts_when_complete:  # the caller says when
+            return
         missed = set().union(*[each.names for each in self._after]).difference(touched)
         if self._trained.names is not None:  # of the others nothing was learnt
             missed = (missed & self._trained.names) | (self._unused - self._trained.names)
-        self._unused = frozenset(missed)
         new = {each.index for each in self._after if not each.is_left_out}.difference(self._place)
-        if self._starts_when_complete and new:
+        if new:
             # Autograd goes back through the forward, and the plan knows only the order of registration. A bucket that
             # is complete early and stands late in the order waits, and holds a buffer. One exchange, in the first
             # update, gives all ranks the order of rank 0: with orders of their own, they would sum unlike buckets.
@@ -326,13 +324,17 @@ class GradReduce(Passes):
             order = understood(self._owners.exchange(mine, purpose=purpose), a_list, purpose=purpose)[0]
             for index in dict.fromkeys([*(each for each in order if each in new), *sorted(new)]):
                 self._place[index] = len(self._place)
+        if new or missed != self._unused:
+            self._unused = missed
             for held in self._by_stage.values():
-                held.sort(key=lambda each: self._place.get(each.index, len(self._place)))
+                # Last the buckets that backward may never complete.
+                held.sort(
+                    key=lambda each: (not missed.isdisjoint(each.names), self._place.get(each.index, len(self._place)))
+                )
 
     def reduce(self) -> None:
         """Leave the sums over all microbatches and data ranks in the owned parts that `views_of` gives."""
         self.stop()
-        self._add_strays()
         self._land_all()
         self.buffers.trim()
         for pending in self._after:
@@ -387,9 +389,8 @@ class GradReduce(Passes):
             self._open(pending)
         # Of all buckets at once: there is seldom one.
         for at in stages:
-            for name, gradient in take_gradients(self._quiet.get(at, {})).items():
-                self._touched.add(name)
-                self._stray(name, gradient)
+            if late := take_gradients(self._quiet.get(at, {})):
+                raise ModelError(self._too_late(next(iter(late))))
 
     def finish(self, indices: Sequence[int]) -> None:
         """Reduce the buckets with these numbers now (`index_of`): nothing more comes in this microbatch."""
@@ -412,8 +413,7 @@ class GradReduce(Passes):
         pending = self._of[name]
         self._touched.add(name)
         if pending.is_launched:
-            self._stray(name, gradient)
-            return
+            raise ModelError(self._too_late(name))
         # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
         if pending.flat is None:
             self._give_buffer(pending)
@@ -444,9 +444,7 @@ class GradReduce(Passes):
             self._counters.early_reductions += 1
 
     def _open(self, pending: _Pending) -> None:
-        pending.missing = set(pending.names - self._unused)
-        if self._trained.names is not None:
-            pending.missing &= self._trained.names
+        pending.missing = set(pending.names if self._trained.names is None else pending.names & self._trained.names)
         pending.touched.clear()
         pending.is_launched = pending.is_left_out
 
@@ -573,10 +571,9 @@ class GradReduce(Passes):
         replicas.all_gather(reduced, mine, purpose=purpose).wait()
 
     def _is_last(self, pending: _Pending) -> bool:
-        """Whether nothing changes the sum of a bucket any more: no microbatch, no stray, no replica, no cast."""
+        """Whether nothing changes the sum of a bucket any more: no microbatch, no replica, no cast."""
         return pending.adds_before or (
             pending.num_rounds == self._num_microbatches
-            and self._unused.isdisjoint(pending.names)
             and self._replicas.size == 1
             and pending.total.dtype == pending.master
         )
@@ -633,21 +630,6 @@ class GradReduce(Passes):
         for pending, start, dtype, count in zip(self._after, starts, dtypes, counts, strict=False):
             pending.total = pending.reduced = memory[start : start + count * dtype.itemsize].view(dtype)
 
-    # Gradients that come after their bucket -----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _stray(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep a gradient that comes after the reduction of its bucket: no rank had one for it in the last update."""
-        if name not in self._unused:
-            raise ModelError(self._too_late(name))
-        # Kept whole on this rank: other ranks may have none, and cannot join a reduction in the midst of backward. The
-        # sum over microbatches is taken here, before that over ranks, so that the last bit may differ.
-        if name in self._strays:
-            self._strays[name].add_(gradient)
-        else:
-            dtype = torch.promote_types(gradient.dtype, torch_dtype(self._precision.accumulate))
-            self._strays[name] = gradient.to(dtype if self._num_microbatches > 1 else gradient.dtype, copy=True)
-
     def _too_late(self, name: str) -> str:
         if self._starts_when_complete:
             return (
@@ -660,25 +642,6 @@ class GradReduce(Passes):
             "checkpoints do so: give them use_reentrant=False. Or name the module around all uses of the unit in "
             "sharding.units"
         )
-
-    def _add_strays(self) -> None:
-        """One more reduction for the buckets of gradients that came late on some rank."""
-        # All ranks agreed on `_unused`, so that all of them exchange here or none does.
-        if not self._unused or not self._trained.meets(self._unused):
-            return
-        self._counters.exchanges += 1
-        mine, purpose = json.dumps(sorted(self._strays)).encode(), "gradients of parameters that were not used before"
-        answers = self._owners.exchange(mine, purpose=purpose)
-        names = {name for given in understood(answers, texts_in, purpose=purpose) for name in given}
-        for pending in self._after:
-            if names.isdisjoint(pending.names):
-                continue
-            self._open(pending)
-            self._give_buffer(pending)
-            for name in self._strays.keys() & pending.names:
-                pending.views[name].copy_(self._strays[name])
-                pending.touched.add(name)
-            self._launch(pending)
 
 
 def _small(bucket: Bucket) -> list[str]:

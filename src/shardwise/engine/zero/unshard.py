@@ -374,7 +374,7 @@ class Unshard(Passes):
         for unit in call.units:
             self.drop(unit, BACKWARD)
             # A tied or recurrent unit has several calls in a microbatch; its gradients are sums over all of them. If it
-            # were reduced after the first, the rest would come too late (`GradReduce._stray`).
+            # were reduced after the first, the rest would come too late (`GradReduce.collect`).
             left = calls[unit.number] = calls.get(unit.number, 1) - 1
             if not left and self._trains:
                 self._reduce(unit)
