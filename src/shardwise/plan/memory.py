@@ -268,51 +268,7 @@ def footprint(
     precision: Precision,
     *,
     num_microbatches: int,
-    sums: Sums | None = None,
-    goes_ahead: bool = True,
-    offload: Offload | None = None,
-) -> Footprint:
-    """Bytes that the buffers of one owner take.
-
-    sums: who adds over ranks; None: the channel, as parts come (CPU). goes_ahead: whether transfers go on alone.
-    offload: what is on the host; None also where the ranks have no devices.
-    """
-    working = sum(bucket.num_elements * itemsize_bytes(bucket.working) for bucket in ownership.buckets)
-    master = sum(
-        bucket.counts[owner] * itemsize_bytes(bucket.master)
-        for bucket in ownership.buckets
-        if bucket.master != bucket.working and offload is None
-    )
-    owned = sum(
-        segment.run.num_elements
-        for bucket in ownership.buckets
-        if bucket.trainable
-        for segment in bucket.segments(owner)
-    )
-    arena = plan_arena(ownership, owner, precision, num_microbatches=num_microbatches)
-    return Footprint(
-        working_bytes=working,
-        gradient_bytes=arena.num_bytes,
-        master_bytes=master,
-        owned_elements=owned,
-        reducing_bytes=_held_once_per_update(
-            ownership, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead
-        ),
-        host_bytes=sum(_on_host(bucket, owner, "state") for bucket in ownership.buckets) if offload else 0,
-    )
-
-
-def average_bytes(ownership: Ownership, owner: int) -> int:
-    """Bytes of one owner's running average of the weights."""
-    return sum(each.counts[owner] * itemsize_bytes(each.master) for each in ownership.buckets if each.trainable)
-
-
-def sharded_footprint(
-    ownership: Ownership,
-    owner: int,
-    precision: Precision,
-    *,
-    num_microbatches: int,
+    stage: int = 1,
     units: Collection[str] = (),
     keeps: bool = False,
     late: Collection[str] = (),
@@ -320,16 +276,15 @@ def sharded_footprint(
     goes_ahead: bool = True,
     offload: Offload | None = None,
 ) -> Footprint:
-    """Bytes that the buffers of one owner take under stage 2, and with `units` under stage 3.
+    """Bytes that the buffers of one owner take.
 
-    keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end. sums,
-    goes_ahead and offload: see `footprint`.
+    units: what is gathered (stage 3). keeps: what was gathered stays until the update. late: parameters whose gradients
+    stay whole until its end. sums: who adds over ranks; None: the channel, as parts come (CPU). goes_ahead: whether
+    transfers go on alone. offload: what is on the host; None also where the ranks have no devices.
     """
     # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
     # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
-    whole, cut = _by_lateness(ownership, late)
-    held = footprint(whole, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead)
-    rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches, offload=offload)
+    whole, cut = _by_lateness(ownership, stage, late)
     trainable = [bucket for bucket in cut.buckets if bucket.trainable]
     runs = of_owners = of_replicas = num_direct = 0
     for bucket in trainable:
@@ -347,7 +302,7 @@ def sharded_footprint(
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
     # The unit that runs and the next one: the two largest are the most that these can be.
     gathered = dict.fromkeys(units, 0)
-    working = on_host = 0
+    working = on_host = masters = owned = 0
     for bucket in ownership.buckets:
         itemsize = itemsize_bytes(bucket.working)
         if bucket.unit in gathered:
@@ -357,35 +312,57 @@ def sharded_footprint(
             working += bucket.num_elements * itemsize
         if offload is not None:
             on_host += _on_host(bucket, owner, offload if bucket.unit in gathered else "state")
-    return replace(
-        rest,
+        elif bucket.master != bucket.working:
+            masters += bucket.counts[owner] * itemsize_bytes(bucket.master)
+        owned += sum(each.run.num_elements for each in bucket.segments(owner)) if bucket.trainable else 0
+    once = _held_once_per_update(
+        whole, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead
+    )
+    return Footprint(
         working_bytes=working,
-        gradient_bytes=runs + held.gradient_bytes,
+        gradient_bytes=runs + plan_arena(whole, owner, precision, num_microbatches=num_microbatches).num_bytes,
+        master_bytes=masters,
+        owned_elements=owned,
         reducing_bytes=num_buffers * buffer_bytes(cut, precision, by_unit=bool(units))
         + (scratch if num_microbatches > 1 else 0)
         # Two sums that go straight into their runs are on their way at a time, where transfers go on alone.
-        + max((2 if goes_ahead and num_direct > 1 else 1) * of_owners + of_replicas, held.reducing_bytes),
+        + max((2 if goes_ahead and num_direct > 1 else 1) * of_owners + of_replicas, once),
         gathered_bytes=sum(sorted(gathered.values())[0 if keeps else -2 :]),
         host_bytes=on_host,
     )
 
 
-def sharded_traffic(
+def average_bytes(ownership: Ownership, owner: int) -> int:
+    """Bytes of one owner's running average of the weights."""
+    return sum(each.counts[owner] * itemsize_bytes(each.master) for each in ownership.buckets if each.trainable)
+
+
+def traffic(
     ownership: Ownership,
     owner: int,
     precision: Precision,
     *,
     num_microbatches: int,
+    stage: int = 1,
     gathers: Mapping[str, int] | None = None,
     late: Collection[str] = (),
 ) -> Traffic:
-    """Bytes that the rank of one owner sends per update under stage 2, and with `gathers` under stage 3.
+    """Bytes that the rank of one owner sends per update.
 
-    gathers: unit -> how often it is gathered.
+    gathers: unit -> how often it is gathered (stage 3). late: see `footprint`.
     """
-    whole, cut = _by_lateness(ownership, late)
-    once = traffic(whole, owner, precision, num_microbatches=num_microbatches)
-    reduce_bytes, gather_bytes = once.reduce_bytes, once.gather_bytes
+    whole, cut = _by_lateness(ownership, stage, late)
+    replicas = ownership.num_replicas
+    reduce_bytes = gather_bytes = 0
+    for bucket in (each for each in whole.buckets if each.trainable):
+        wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=num_microbatches))
+        own = bucket.counts[owner]
+        reduce_bytes += (bucket.num_elements - own) * wire
+        gather_bytes += (ownership.num_owners - 1) * own * itemsize_bytes(bucket.working)
+        # Owners of the same part add up their sums: a reduce-scatter and an all-gather over the replicas. With one
+        # owner there was no sum before, so that the first of the two carries gradients in their wire dtype.
+        first = wire if ownership.num_owners == 1 else itemsize_bytes(bucket.master)
+        reduce_bytes += (replicas - 1) * (own // replicas) * (first + itemsize_bytes(bucket.master))
     for bucket in cut.buckets:
         own, working = bucket.counts[owner], itemsize_bytes(bucket.working)
         # Without units: once, after the update, when owners publish what they changed. Under stage 3 nothing is
@@ -397,33 +374,16 @@ def sharded_traffic(
         if bucket.trainable:
             wire = itemsize_bytes(buffered_dtype(bucket, precision))
             reduce_bytes += num_microbatches * (bucket.num_elements - own) * wire
-            if (replicas := ownership.num_replicas) > 1:
-                # Once per update, not per microbatch: replicas add up the owners' sums of all microbatches.
-                reduce_bytes += 2 * (replicas - 1) * (own // replicas) * itemsize_bytes(bucket.master)
+            # Once per update, not per microbatch: replicas add up the owners' sums of all microbatches.
+            reduce_bytes += 2 * (replicas - 1) * (own // replicas) * itemsize_bytes(bucket.master)
     return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)
 
 
-def _by_lateness(ownership: Ownership, late: Collection[str]) -> tuple[Ownership, Ownership]:
-    """The buckets whose gradients are reduced once per update, and the others."""
-    is_late = [any(slot.name in late for slot in bucket.slots) for bucket in ownership.buckets]
+def _by_lateness(ownership: Ownership, stage: int, late: Collection[str]) -> tuple[Ownership, Ownership]:
+    """The buckets whose gradients are reduced once per update, and the others (stages 2 and 3)."""
+    is_late = [stage < 2 or any(slot.name in late for slot in bucket.slots) for bucket in ownership.buckets]
     pairs = list(zip(ownership.buckets, is_late, strict=True))
     return (
         replace(ownership, buckets=tuple(bucket for bucket, is_so in pairs if is_so)),
         replace(ownership, buckets=tuple(bucket for bucket, is_so in pairs if not is_so)),
     )
-
-
-def traffic(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Traffic:
-    """Bytes that the rank of one owner sends per update."""
-    reduce_bytes = gather_bytes = 0
-    for bucket in (each for each in ownership.buckets if each.trainable):
-        wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=num_microbatches))
-        own = bucket.counts[owner]
-        reduce_bytes += (bucket.num_elements - own) * wire
-        gather_bytes += (ownership.num_owners - 1) * own * itemsize_bytes(bucket.working)
-        if (replicas := ownership.num_replicas) > 1:
-            # Owners of the same part add up their sums: a reduce-scatter and an all-gather over the replicas. With one
-            # owner there was no sum before, so that the first of the two carries gradients in their wire dtype.
-            first = wire if ownership.num_owners == 1 else itemsize_bytes(bucket.master)
-            reduce_bytes += (replicas - 1) * (own // replicas) * (first + itemsize_bytes(bucket.master))
-    return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)

@@ -107,8 +107,7 @@ class Precision:
         ]
         if not isinstance(self.keep, tuple | list) or not all(isinstance(pattern, str) for pattern in self.keep):
             problems.append(f"precision.keep: {self.keep!r} is not a tuple of names; write keep=('*norm*',)")
-        if self.sums not in get_args(Sums):
-            problems.append(f"precision.sums: {self.sums!r} is not one of {', '.join(map(repr, get_args(Sums)))}")
+        problems += _one_of("precision.sums", self.sums, Sums)
         scale = self.loss_scale
         if isinstance(scale, int | float) and not isinstance(scale, bool) and 1e-30 <= scale <= 1e30:
             object.__setattr__(self, "loss_scale", float(scale))
@@ -400,9 +399,8 @@ def _sharding_problems(sharding: Sharding) -> list[str]:
     # True equals 1: without the second test `stage=True` would be stage 1.
     if sharding.stage not in (0, 1, 2, 3) or isinstance(sharding.stage, bool):
         problems.append(f"sharding.stage: {sharding.stage!r} asked; the stages are 0, 1, 2 and 3")
-    for name, choices in (("partition", get_args(Partition)), ("owners", get_args(Owners))):
-        if (value := getattr(sharding, name)) not in choices:
-            problems.append(f"sharding.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
+    problems += _one_of("sharding.partition", sharding.partition, Partition)
+    problems += _one_of("sharding.owners", sharding.owners, Owners)
     units = sharding.units
     if units is not None and not (isinstance(units, tuple) and units and all(isinstance(each, str) for each in units)):
         problems.append(f"sharding.units: {units!r} is not a tuple of names of modules; write units=('layers.*',)")
@@ -412,9 +410,9 @@ def _sharding_problems(sharding: Sharding) -> list[str]:
                 f"sharding.{name}: given with stage {sharding.stage!r}, which holds all working copies all the time; "
                 "give stage=3, or leave it out"
             )
-    if (offload := sharding.offload) is not None and offload not in get_args(Offload):
-        problems.append(f"sharding.offload: {offload!r} is not one of {', '.join(map(repr, get_args(Offload)))}")
-    if offload == "parameters" and sharding.stage != 3:
+    if sharding.offload is not None:
+        problems += _one_of("sharding.offload", sharding.offload, Offload)
+    if sharding.offload == "parameters" and sharding.stage != 3:
         problems.append(
             f"sharding.offload: 'parameters' asked with stage {sharding.stage!r}, where forwards read the working copy "
             "of the device; give stage=3, or offload='state'"
@@ -434,10 +432,8 @@ def _pipeline_problems(pipeline: Pipeline) -> list[str]:
             ]
         problems += wrong
     stages = pipeline.stages
-    if pipeline.balance not in get_args(Balance):
-        problems.append(
-            f"pipeline.balance: {pipeline.balance!r} is not one of {', '.join(map(repr, get_args(Balance)))}"
-        )
+    if wrong := _one_of("pipeline.balance", pipeline.balance, Balance):
+        problems += wrong
     elif stages is not None and pipeline.balance != "parameters":
         problems.append(
             f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages gives each module its stage; leave "
@@ -490,6 +486,11 @@ def _at_least_one(name: str, value: object) -> list[str]:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return []
     return [f"{name}: {value!r} is not a whole number of at least 1"]
+
+
+def _one_of(name: str, value: object, choices: object) -> list[str]:
+    known = get_args(choices)
+    return [] if value in known else [f"{name}: {value!r} is not one of {', '.join(map(repr, known))}"]
 
 
 def _is_bool(name: str, value: object) -> list[str]:

@@ -1,13 +1,12 @@
 """What an engine costs a rank in bytes: its buffers, and what it sends in an update."""
 
 from dataclasses import replace
-from typing import Any
 
 from shardwise.comm.device_sums import sums_of
 from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.plan import Footprint, Traffic, footprint, traffic
-from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traffic
+from shardwise.plan.memory import average_bytes
 
 
 class PlanSizes:
@@ -33,20 +32,19 @@ class PlanSizes:
     def footprint(self, num_microbatches: int) -> Footprint:
         """Bytes that the buffers take."""
         layout, precision, k = self._layout, self._plan.precision, num_microbatches
-        held: Any = {"sums": self._sums, "goes_ahead": self._goes_ahead, "offload": self._offload}
-        if layout.stage < 2:
-            owned = footprint(layout.ownership, self._owner, precision, num_microbatches=k, **held)
-        else:
-            owned = sharded_footprint(
-                layout.ownership,
-                self._owner,
-                precision,
-                num_microbatches=k,
-                units=[unit.name for unit in layout.units.units],
-                keeps=self._plan.sharding.keep_gathered,
-                late=layout.late,
-                **held,
-            )
+        owned = footprint(
+            layout.ownership,
+            self._owner,
+            precision,
+            num_microbatches=k,
+            stage=layout.stage,
+            units=[unit.name for unit in layout.units.units],
+            keeps=self._plan.sharding.keep_gathered,
+            late=layout.late,
+            sums=self._sums,
+            goes_ahead=self._goes_ahead,
+            offload=self._offload,
+        )
         if self._matrices is not None:
             whole, messages = self._matrices.held_bytes
             is_offloaded = self._offload is not None
@@ -68,21 +66,23 @@ class PlanSizes:
     def traffic(self, num_microbatches: int) -> Traffic:
         """Bytes of gradients and parameters that are sent per update.
 
-        The number of gatherings follows from the order in which the last step used units, and before the first step
-        from their order in the model.
+        The number of gatherings is that of the last step, if it had as many microbatches. Else it follows from the
+        order of units in the model.
         """
         layout, precision, k = self._layout, self._plan.precision, num_microbatches
-        if layout.stage < 2:
-            owned = traffic(layout.ownership, self._owner, precision, num_microbatches=k)
-        else:
-            schedule = None if self._runner is None else self._runner.schedule
-            actions = None
-            if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
-                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
-            gathers = None if self._unshard is None else self._unshard.gathers_in(k, actions)
-            owned = sharded_traffic(
-                layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
-            )
+        schedule = None if self._runner is None else self._runner.schedule
+        actions = None
+        if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
+            actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
+        owned = traffic(
+            layout.ownership,
+            self._owner,
+            precision,
+            num_microbatches=k,
+            stage=layout.stage,
+            gathers=None if self._unshard is None else self._unshard.gathers_in(k, actions),
+            late=layout.late,
+        )
         sent_gradients, sent_values = (0, 0) if self._matrices is None else self._matrices.sent_bytes
         return Traffic(
             reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k) + sent_gradients,
