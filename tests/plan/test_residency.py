@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.plan.residency import BACKWARD, FORWARD, Order, Residency, Use, count_gathers, one_by_one
+from shardwise.plan.residency import BACKWARD, FORWARD, Order, Residency, count_gathers
 
 
 def passed(residency: Residency, num_units: int) -> list[Order]:
@@ -48,21 +48,14 @@ def test_what_is_held_stays_also_in_the_next_pass_that_trains() -> None:
 @pytest.mark.parametrize("n", [2, 3, 7])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_units_one_after_the_other_are_gathered_as_the_formula_says(n: int, k: int) -> None:
-    found = count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=False)
+    units, actions = {0: range(n)}, [("F", 0), ("B", 0)] * k
+    found = count_gathers(units, actions, keeps=False, ahead=False)
     assert sum(found.values()) == 2 * n * k - k - (k - 1)
-    assert set(count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=True).values()) == {1}
-    ahead = count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=False, ahead=True)
+    assert set(count_gathers(units, actions, keeps=True, ahead=False).values()) == {1}
+    ahead = count_gathers(units, actions, keeps=False, ahead=True)
     assert sum(ahead.values()) == 2 * n * k - 2 * k - 2 * (k - 1)
 
 
-def test_what_lies_around_others_stays_and_what_has_no_backward_is_gathered_once() -> None:
-    nested = [Use(9, True), *one_by_one(3), Use(9, False)]
-    found = count_gathers({0: nested}, [("F", 0), ("B", 0)], keeps=False)
-    assert found == {9: 1, 0: 2, 1: 2, 2: 1}
-    assert count_gathers({0: nested}, [("F", 0), ("B", 0)], keeps=False, backward={2, 9}) == {9: 1, 0: 1, 1: 1, 2: 1}
-
-
 def test_stages_of_one_rank_take_turns() -> None:
-    forward = {0: one_by_one(1), 2: [Use(5, True), Use(5, False)]}
     actions = [("F", 0), ("F", 2), ("B", 2), ("B", 0)]
-    assert count_gathers(forward, actions, keeps=False) == {0: 2, 5: 1}
+    assert count_gathers({0: [0], 2: [5]}, actions, keeps=False, ahead=False) == {0: 2, 5: 1}

@@ -19,8 +19,7 @@ backwards have ended, the one after the next is gathered in its room, before its
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -43,7 +42,7 @@ class Residency:
         # backwards (recomputation).
         self.num_uses: defaultdict[int, int] = defaultdict(int)
         """Unit -> forwards and backwards that need it now."""
-        self._resident: dict[int, bool] = {}
+        self.resident: dict[int, bool] = {}
         """Of the units that have memory: whether they were waited for."""
         self._next: dict[tuple[str, int], tuple[str, int]] = {}
         """(phase, unit) -> phase and unit of the use after it."""
@@ -53,11 +52,13 @@ class Residency:
         """A pass of forwards and backwards begins."""
         self.keeps, self.is_held = self._keeps_always or self.is_held, False
 
-    def release(self) -> None:
-        """Everything is let go, whatever state it is in."""
+    def release(self) -> list[int]:
+        """Everything is let go, whatever state it is in; the units that have memory."""
+        units = [*self.resident]
         self.num_uses.clear()
-        self._resident.clear()
+        self.resident.clear()
         self._last = None
+        return units
 
     def hold(self) -> None:
         """What is gathered stays from now on, also in the next pass of forwards and backwards."""
@@ -69,7 +70,7 @@ class Residency:
         if num > 1:
             return ()
         orders: list[Order] = []
-        resident = self._resident
+        resident = self.resident
         if unit not in resident:
             self._gather(unit, orders)
         if not resident[unit]:
@@ -98,14 +99,14 @@ class Residency:
         if not self.ahead or self.num_uses[unit] or (following := self._next.get((BACKWARD, unit))) is None:
             return ()
         after = self._next.get(following)
-        if after is None or after[1] in self._resident or following[1] not in self._resident:
+        if after is None or after[1] in self.resident or following[1] not in self.resident:
             return ()
         orders: list[Order] = []
         self._gather(after[1], orders, stays=following[1])
         return orders
 
     def _gather(self, unit: int, orders: list[Order], stays: int | None = None) -> None:
-        resident, num_uses = self._resident, self.num_uses
+        resident, num_uses = self.resident, self.num_uses
         if not self.keeps:
             for each in tuple(resident):
                 if not num_uses[each] and each != stays:
@@ -115,68 +116,28 @@ class Residency:
         orders.append(("gather", unit))
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A unit is needed from here on, or no more."""
-
-    unit: int
-    begins: bool
-    returns: bool = True
-    """Whether a backward of it follows."""
-    is_noticed: bool = True
-    """Whether that backward is known to have ended before the whole backward has."""
-
-
-def one_by_one(num_units: int) -> list[Use]:
-    """A forward that uses every unit once, in their order."""
-    return [Use(unit, begins) for unit in range(num_units) for begins in (True, False)]
-
-
 def count_gathers(
-    forward: Mapping[int, Sequence[Use]],
-    actions: Sequence[tuple[str, int]],
-    *,
-    keeps: bool,
-    backward: Collection[int] | None = None,
-    ahead: bool = False,
+    stages: Mapping[int, Sequence[int]], actions: Sequence[tuple[str, int]], *, keeps: bool, ahead: bool
 ) -> Counter[int]:
     """How often each unit is gathered in one update.
 
-    forward: stage -> the uses in a forward of it; a backward has them in reverse. actions: ("F" or "B", stage) in the
-    order in which the rank runs them. keeps, ahead: see `Residency`. backward: the units that have one, where not all
-    do (what comes before everything that is trained has none).
+    stages: stage -> its units, each of which its forward uses once, in their order, and its backward in reverse.
+    actions: ("F" or "B", stage) in the order in which the rank runs them. keeps, ahead: see `Residency`.
     """
     residency = Residency(keeps=keeps, ahead=ahead)
     if ahead:  # the update before shows what comes next
-        list(_orders(residency, forward, actions, backward))
+        list(_orders(residency, stages, actions))
         residency.release()
-    return Counter(unit for what, unit in _orders(residency, forward, actions, backward) if what == "gather")
+    return Counter(unit for what, unit in _orders(residency, stages, actions) if what == "gather")
 
 
 def _orders(
-    residency: Residency,
-    forward: Mapping[int, Sequence[Use]],
-    actions: Sequence[tuple[str, int]],
-    backward: Collection[int] | None,
+    residency: Residency, stages: Mapping[int, Sequence[int]], actions: Sequence[tuple[str, int]]
 ) -> Iterator[Order]:
     for kind, stage in actions:
-        phase, uses = FORWARD, forward.get(stage, ())
-        if kind == "B":
-            phase, uses = BACKWARD, _reversed(uses, backward)
-        last_of = {use.unit: at for at, use in enumerate(uses)}
-        for at, use in enumerate(uses):
-            if use.begins:
-                yield from residency.begin(phase, use.unit)
-                continue
-            residency.end(use.unit)
-            # The first module has no input with a gradient: nothing shows that its backward has ended.
-            if phase == BACKWARD and last_of[use.unit] == at and use.is_noticed:
-                yield from residency.reduce(use.unit)
-
-
-def _reversed(uses: Sequence[Use], backward: Collection[int] | None) -> list[Use]:
-    return [
-        Use(use.unit, not use.begins, is_noticed=use.is_noticed)
-        for use in reversed(uses)
-        if use.returns and (backward is None or use.unit in backward)
-    ]
+        units = stages.get(stage, ())
+        for unit in units if kind == "F" else reversed(units):
+            yield from residency.begin(FORWARD if kind == "F" else BACKWARD, unit)
+            residency.end(unit)
+            if kind == "B":
+                yield from residency.reduce(unit)

@@ -14,14 +14,13 @@ from typing import TypeAlias
 
 import torch
 
-from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import span_elements
 from shardwise.engine.torch_private import version_of
 
 _MOST_BYTES = 1 << 17
 """Compared whole, in 5 microseconds."""
 
-_SPREAD = 1 << 10
+_NUM_SPREAD = 1 << 10
 """Elements that are compared of a larger tensor."""
 
 _AT_ONCE = 1 << 20
@@ -55,7 +54,7 @@ def bits_in(flat: torch.Tensor) -> torch.Tensor:
 
 def spread_over(num_elements: int) -> int:
     """From each element that is compared to the next; odd, so that it does not keep to one column of a matrix."""
-    return max(num_elements // _SPREAD, 1) | 1
+    return max(num_elements // _NUM_SPREAD, 1) | 1
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -75,38 +74,29 @@ def holds_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 class Content:
     """What a tensor held at a time."""
 
-    __slots__ = ("_kept", "is_whole", "takes_all")
+    __slots__ = ("_kept", "is_whole")
 
     @torch.no_grad()
-    def __init__(self, tensor: torch.Tensor, *, takes_all: bool = False) -> None:
-        """takes_all: a digest of a tensor that is too large to be kept, which costs a pass over it. Not of a device."""
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.is_whole = is_small(tensor)
         """Whether all of it is compared in each look."""
-        self.takes_all = takes_all and not self.is_whole and tensor.device.type == "cpu"
-        """Whether it is, for once, though it is large."""
-        self._kept: torch.Tensor | str | None = None
+        self._kept: torch.Tensor | None = None
         if _is_readable(tensor):
-            self._kept = tensor.detach().clone() if self.is_whole else self._compared(tensor)
+            self._kept = tensor.detach().clone() if self.is_whole else _spread(tensor)
 
     def holds_for(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor holds the same, as far as it is compared. Waits for a device."""
         if self._kept is None or not _is_readable(tensor):
             return True
-        if self.is_whole and isinstance(self._kept, torch.Tensor):
+        if self.is_whole:
             return holds_same(self._kept, tensor)
-        if is_small(tensor):  # it has shrunk
-            return False
-        compared = self._compared(tensor)
-        if isinstance(compared, torch.Tensor) and isinstance(self._kept, torch.Tensor):
-            return torch.equal(compared, self._kept)
-        return compared == self._kept
+        return not is_small(tensor) and torch.equal(_spread(tensor), self._kept)  # it may have shrunk
 
-    def _compared(self, tensor: torch.Tensor) -> torch.Tensor | str:
-        if self.takes_all:
-            return digest_of_values(tensor)
-        # Of the memory, whatever the strides: gaps between the elements count.
-        bits = bits_in(tensor.detach().as_strided((span_elements(tensor),), (1,)))
-        return bits[:: spread_over(bits.numel())].clone()
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Some bits of its memory, whatever the strides: gaps between the elements count."""
+    bits = bits_in(tensor.detach().as_strided((span_elements(tensor),), (1,)))
+    return bits[:: spread_over(bits.numel())].clone()
 
 
 Form: TypeAlias = tuple[torch.Size, torch.dtype]
@@ -122,13 +112,13 @@ class SeenTensor:
 
     __slots__ = ("content", "form", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor | None, *, content: bool = True, takes_all: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor | None, *, content: bool = True) -> None:
         """content: also what it holds."""
         self.tensor = tensor
         """The object itself: the id of one that is gone may be another's."""
         self.form = form_of(tensor)
         self.version = 0 if tensor is None else version_of(tensor)
-        self.content = None if tensor is None or not content else Content(tensor, takes_all=takes_all)
+        self.content = None if tensor is None or not content else Content(tensor)
 
     def is_counted(self, now: torch.Tensor | None) -> bool:
         """Whether it is another object, or torch has counted a write to it."""

@@ -23,7 +23,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, digest_of_values, understood
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.forward.writes import Content, Form, SeenTensor, form_of
+from shardwise.engine.forward.writes import Form, SeenTensor, form_of
 from shardwise.engine.torch_private import NormWithStatistics, version_of
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import ModelError
@@ -159,8 +159,7 @@ class ModelBuffers:
     def settle(self, everyone: Channel, pipeline: Channel) -> None:
         """Take the present values for those of all ranks, and find out which buffers several stages have."""
         self._is_alone = everyone.size * pipeline.size == 1
-        # All of each: a forward that writes without a count does so in the first step already, mostly.
-        self._known = [self._know(at, takes_all=not self._is_alone) for at in range(len(self._places))]
+        self._known = [self._know(at) for at in range(len(self._places))]
         self._is_held = [known.tensor is not None and not known.tensor.is_meta for known in self._known]
         answers = [bytes(self._is_held)]
         if pipeline.size > 1:
@@ -188,8 +187,6 @@ class ModelBuffers:
                     is_changed = not content.holds_for(buffer)
                     if is_changed:
                         self._unseen.add(at)
-                    elif content.takes_all:
-                        known.content = Content(buffer)
             if is_changed:
                 self.are_reshaped |= form_of(buffer) != known.form
             found.append(is_changed or (self._is_statistic(at) and self._trains(at)))
@@ -204,10 +201,10 @@ class ModelBuffers:
         buffer = self._known[at].tensor
         return buffer is not None and _is_statistic(buffer, self._places[at])
 
-    def _know(self, at: int, *, takes_all: bool = False) -> SeenTensor:
+    def _know(self, at: int) -> SeenTensor:
         buffer = self._buffer(at)
         keeps = buffer is not None and not _is_statistic(buffer, self._places[at])
-        return SeenTensor(buffer, content=keeps, takes_all=takes_all)
+        return SeenTensor(buffer, content=keeps)
 
     def agreed_unless(self, pending: Sequence[bool]) -> None:
         """Take the present values for those of all ranks, but for buffers that were `pending` (changed) before."""

@@ -3,13 +3,13 @@
 `flat_params` says how they fit together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from typing_extensions import override
 
-from shardwise.comm import Channel, Work
+from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.writes import bits_in, differ_from_cast, is_small, spread_over, take_what_differs
@@ -150,11 +150,7 @@ class ShardedBucket(WholeBucket):
         self._is_pinned = False
         self._bits = bits_in(self._targets[owners.rank]), bits_in(part)
         """What this rank has of the gathered elements, and where it has them from."""
-        step = 1 if is_small(part) else spread_over(part.numel())
-        # A device is not waited for in each step.
-        self._sample = (self._bits[0][::step], self._bits[1][::step]) if working.device.type == "cpu" else None
-        self._compared = self._sample
-        """What `free` compares."""
+        self._is_compared = False
         self.lost: set[str] = set()
         """Parameters that somebody wrote to while they were gathered."""
         # The address of the C++ storage object: it stays while the memory comes and goes. `data_ptr` changes with each
@@ -183,8 +179,8 @@ class ShardedBucket(WholeBucket):
         self._write_owned(self.part, slot, values)
         self._write_owned(self.master, slot, values)
 
-    def fill(self, counters: Counters, *, unit: str) -> Work | None:
-        """Begin to gather all elements; None where they are here already."""
+    def fill(self, counters: Counters, *, unit: str) -> Callable[[], object] | None:
+        """Begin to gather all elements; what waits for them, or None where they are here already."""
         # The storage object stays and only its memory comes and goes: the parameters, and what autograd saved of them,
         # are views of it. A new tensor for each gather would leave those views without values. The parameters have
         # version counters of their own (`.data` was set), so that autograd does not take a refill for a write to them.
@@ -202,7 +198,7 @@ class ShardedBucket(WholeBucket):
         if not self._purpose:
             self._purpose = f"parameters of unit {unit!r}, bucket {self.number}"
         if self._rising is None:
-            return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose)
+            return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose).wait
         # Not behind the kernels that are queued from here on: a unit that is gathered ahead moves while another runs.
         # The memory may have had another use before, so not before the kernels that were queued.
         self._rising.wait_event(torch.accelerator.current_stream(self.working.device).record_event())
@@ -210,14 +206,15 @@ class ShardedBucket(WholeBucket):
         with self._rising:
             own.copy_(self.part, non_blocking=True)
             if self._owners.size > 1:
-                return self._owners.all_gather(self.working, own, counts=self.plan.counts, purpose=self._purpose)
-        return _Rise(self._rising.record_event(), self.working.device)
+                return self._owners.all_gather(self.working, own, counts=self.plan.counts, purpose=self._purpose).wait
+        mark, device = self._rising.record_event(), self.working.device
+        return lambda: torch.accelerator.current_stream(device).wait_event(mark)
 
     def free(self) -> None:
         """Give the memory of all elements back; views of it are filled with the next `fill`."""
         # The views keep shape and strides, and torch checks nothing: an operation on one ends the process with a
         # segmentation fault. Hence the class of sharded parameters, and saved tensors that gather first (`Saved`).
-        if self._is_filled and self._compared is not None and not torch.equal(*self._compared):
+        if self._is_filled and self._is_compared and not torch.equal(*self._bits):
             self._note_lost()
         self._is_filled = False
         if not self._is_pinned:
@@ -230,30 +227,12 @@ class ShardedBucket(WholeBucket):
                     raise
 
     def turn_to(self, *, reads_all: bool) -> None:
-        """`free` compares all elements from now on, or some of them where that waits for no device."""
-        is_near = self.part.device == self.working.device
-        self._compared = self._bits if reads_all and is_near else self._sample
+        """Whether `free` compares what it lets go, from now on."""
+        self._is_compared = reads_all and self.part.device == self.working.device
 
     def _note_lost(self) -> None:
         differs = torch.ne(*self._bits)
         self.lost.update(name for name, each in self.segments.items() if differs[_span(each)].any())
-
-
-class _Rise:
-    """A copy to the device of a rank that has no other to gather from."""
-
-    def __init__(self, mark: torch.Event, device: torch.device) -> None:
-        self._mark = mark
-        self._device = device
-
-    @property
-    def is_done(self) -> bool:
-        """See `Work.is_done`."""
-        return bool(self._mark.query())
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        torch.accelerator.current_stream(self._device).wait_event(self._mark)
 
 
 def make_buckets(

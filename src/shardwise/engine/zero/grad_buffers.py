@@ -1,4 +1,4 @@
-"""Memory for gradients that are reduced after every microbatch: some buffers in turn, and views of sums.
+"""Memory for gradients that are reduced after every microbatch: some buffers in turn, copies to them, views of sums.
 
 Two of them, for four buckets that backward completes one after the other (stage 2; at stage 3 a buffer has all buckets
 of a unit). The first gradient of b2 waits for b0, which gives A back:
@@ -14,7 +14,7 @@ Where transfers go on only while somebody waits, or the sum needs the scratch, t
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -28,8 +28,18 @@ from shardwise.plan.memory import buffer_bytes, places_in_buffers
 _NUM_KEPT = 2
 """One fills while the other is reduced."""
 
+MOST_ELEMENTS = 1 << 14
+"""Of all that wait together. A gradient of more than a quarter of it is copied at once."""
+
 Views: TypeAlias = "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
 """The flat place of a bucket in a buffer, and those of its parameters by name."""
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    memory: torch.Tensor
+    views: dict[int, Views] = field(default_factory=dict)
+    """Of each bucket that had its place here before: buffers come again in every microbatch."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -37,7 +47,7 @@ class GradBuffer:
     """Memory for the gradients of buckets that come together: of one, or of those of a unit."""
 
     group: int
-    memory: torch.Tensor
+    room: _Room
     num_to_launch: int
     num_to_land: int
 
@@ -57,14 +67,12 @@ class GradBuffers:
         self._owners = owners
         self._held: dict[int, GradBuffer] = {}
         """Group -> its buffer, until all of its buckets are launched."""
-        self.free: list[torch.Tensor] = []
+        self.free: list[_Room] = []
         self._largest_part = max(
             (each.counts[owners.rank] * torch_dtype(each.master).itemsize for each in ownership.buckets), default=0
         )
         self.scratch_memory = torch.empty(0, dtype=torch.uint8, device=owners.device)
         self._scratch_views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._views: dict[tuple[int, int], Views] = {}
-        """(bucket, address of a buffer) -> the views of the bucket there: buffers come again in every microbatch."""
 
     def expect(self, buckets: Collection[int]) -> None:
         """Only these are reduced from now on."""
@@ -80,21 +88,20 @@ class GradBuffers:
         group = self._places[bucket].group
         if (buffer := self._held.get(group)) is None:
             # All buffers have the size of the largest group, so that any of them serves any group.
-            memory = self.free.pop() if self.free else self._take()
+            room = self.free.pop() if self.free else self._take()
             count = self._sizes[group]
-            buffer = self._held[group] = GradBuffer(group=group, memory=memory, num_to_launch=count, num_to_land=count)
+            buffer = self._held[group] = GradBuffer(group=group, room=room, num_to_launch=count, num_to_land=count)
         return buffer
 
     def part(self, bucket: int, buffer: GradBuffer, dtype: torch.dtype) -> torch.Tensor:
         """The place of a bucket in its buffer."""
         place = self._places[bucket]
-        return buffer.memory[place.start_bytes : place.stop_bytes].view(dtype)
+        return buffer.room.memory[place.start_bytes : place.stop_bytes].view(dtype)
 
     def views(self, bucket: int, buffer: GradBuffer, make: Callable[[], Views]) -> Views:
         """The views of a bucket in a buffer, as `make` made them once."""
-        key = bucket, buffer.memory.data_ptr()
-        if (found := self._views.get(key)) is None:
-            found = self._views[key] = make()
+        if (found := buffer.room.views.get(bucket)) is None:
+            found = buffer.room.views[bucket] = make()
         return found
 
     def launched(self, buffer: GradBuffer) -> None:
@@ -109,7 +116,7 @@ class GradBuffers:
         """The reduction of one of its buckets has ended."""
         buffer.num_to_land -= 1
         if not buffer.num_to_land:
-            self.free.append(buffer.memory)
+            self.free.append(buffer.room)
 
     def scratch(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one part of a sum: one reduction that needs it is in flight."""
@@ -132,7 +139,6 @@ class GradBuffers:
         # It does not go back to `free`: a transfer that nobody waited for may still read it.
         self._held.clear()
         self._num_taken = len(self.free)
-        self._forget_views()
 
     def trim(self) -> None:
         """Give back what is seldom needed."""
@@ -141,16 +147,64 @@ class GradBuffers:
         if len(self.free) > self._num_kept:
             self._num_taken -= len(self.free[self._num_kept :])
             del self.free[self._num_kept :]
-            self._forget_views()
 
-    def _take(self) -> torch.Tensor:
+    def _take(self) -> _Room:
         self._num_taken += 1
-        return self._owners.allocate(self._num_bytes)
+        return _Room(self._owners.allocate(self._num_bytes))
 
-    def _forget_views(self) -> None:
-        """Of buffers that are given back: views keep the memory."""
-        kept = {each.data_ptr() for each in self.free}
-        self._views = {key: views for key, views in self._views.items() if key[1] in kept}
+
+class GradCopies:
+    """Copies into buffers, and additions to them, that have not been made yet: small ones go in one call of torch.
+
+        hook of w0, of w1, ..    p.grad is taken, and waits with its place in the buffer
+        `flush`                  all of them are copied; those that are added to what is there follow
+
+    A call costs the host some microseconds, whatever the size. What waits takes 64 KiB of float32 at most, and is
+    flushed before anybody reads the buffer.
+    """
+
+    __slots__ = ("_added", "_copied", "_num_elements", "_sums", "_targets", "_terms")
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._copied: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        self._terms: list[torch.Tensor] = []
+        self._added: set[int] = set()
+        self._num_elements = 0
+
+    def put(self, target: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
+        """Let `target` have the values of a gradient, or add them to it."""
+        if adds:
+            # Several tensors are added side by side: two terms of one sum would race.
+            if (place := id(target)) in self._added:
+                self.flush()
+            self._added.add(place)
+            self._sums.append(target)
+            self._terms.append(gradient)
+        else:
+            self._targets.append(target)
+            self._copied.append(gradient)
+        self._num_elements += (num_elements := gradient.numel())
+        if self._num_elements > MOST_ELEMENTS or num_elements > MOST_ELEMENTS >> 2:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make all copies, and then all additions."""
+        if not self._num_elements:
+            return
+        with torch.no_grad():
+            if self._targets:
+                torch._foreach_copy_(self._targets, self._copied)
+            if self._sums:
+                torch._foreach_add_(self._sums, self._terms)
+        self.forget()
+
+    def forget(self) -> None:
+        """Make none of them: they belong to an update that was given up."""
+        for each in (self._targets, self._copied, self._sums, self._terms, self._added):
+            each.clear()
+        self._num_elements = 0
 
 
 class OwnedGradients:

@@ -23,8 +23,7 @@ from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
-from shardwise.engine.zero.unit_calls import GatheredUnit
-from shardwise.engine.zero.unshard import Unshard
+from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units

@@ -48,8 +48,7 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
-from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers, OwnedGradients
-from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
+from shardwise.engine.zero.grad_buffers import MOST_ELEMENTS, GradBuffer, GradBuffers, GradCopies, OwnedGradients
 from shardwise.engine.zero.grad_hooks import Collectors
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError
@@ -175,7 +174,7 @@ class GradReduce(Passes):
         self._parameters = [parameters[name] for name in self._of]
         self._arena = self._nothing
         self._layout: Arena | None = None
-        self._num_microbatches = 0
+        self.num_microbatches = 0  # of this update, or of the last one
         self._touched: set[str] = set()
         self._is_collecting = self._trains = self._starts_early = False
         """The last: whether buckets that are complete are reduced at once, and not at the end of a backward."""
@@ -276,7 +275,7 @@ class GradReduce(Passes):
             self._lay_out_arena(num_microbatches)
         if self._after:
             self._lay_out_runs(num_microbatches)
-        self._num_microbatches = num_microbatches
+        self.num_microbatches = num_microbatches
         self._touched.clear()
         self._completed.clear()
         # An update that raised may have left a transfer behind, which nobody needs.
@@ -573,7 +572,7 @@ class GradReduce(Passes):
     def _is_last(self, pending: _Pending) -> bool:
         """Whether nothing changes the sum of a bucket any more: no microbatch, no replica, no cast."""
         return pending.adds_before or (
-            pending.num_rounds == self._num_microbatches
+            pending.num_rounds == self.num_microbatches
             and self._replicas.size == 1
             and pending.total.dtype == pending.master
         )
@@ -609,7 +608,7 @@ class GradReduce(Passes):
 
     def _lay_out_runs(self, num_microbatches: int) -> None:
         # The runs have the dtype of accumulation, which one microbatch does not need: only that changes with k.
-        is_other = not self._num_microbatches or (num_microbatches == 1) != (self._num_microbatches == 1)
+        is_other = not self.num_microbatches or (num_microbatches == 1) != (self.num_microbatches == 1)
         if is_other or any(each.reduced is not each.total for each in self._after):
             self._owned.forget()  # given back, or copies in the dtype of the masters, made for one update
         for pending in self._after:

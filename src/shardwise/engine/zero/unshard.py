@@ -37,8 +37,10 @@ between the exchanges that open and close a step or an evaluation.
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -50,22 +52,161 @@ from shardwise.engine.forward.passes import Backward, Joint, Passes, unpack
 from shardwise.engine.forward.sharded_parameters import Copy, sharded_class
 from shardwise.engine.torch_private import (
     COMPILER,
+    at_end_of_backward,
     graph_task,
     pop_saved_hooks,
     push_saved_hooks,
     skip_code,
+    storage_id,
     top_saved_hooks,
 )
+from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.reduce import GradReduce
-from shardwise.engine.zero.unit_calls import GatheredUnit, Residence, UnitCall
 from shardwise.errors import CallMismatchError, ModelError
-from shardwise.plan.residency import BACKWARD, FORWARD, RECOMPUTATION, Order, Residency, Use, count_gathers, one_by_one
+from shardwise.plan.residency import BACKWARD, FORWARD, RECOMPUTATION, Order, Residency, count_gathers
 from shardwise.plan.units import Unit
 
 _DONE = "done"
 _NO_TASK = -2
 """No task of autograd has this number."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GatheredUnit:
+    """A unit on this rank."""
+
+    number: int
+    plan: Unit
+    buckets: tuple[ShardedBucket, ...]
+    reductions: tuple[int, ...]
+    """The numbers of its buckets among those that are reduced."""
+    parameters: tuple[tuple[nn.Parameter, type, type], ...]
+    """Each with its class while it is gathered, and while it is not."""
+    storages: frozenset[int]
+    stage: int
+    num_forwards: int = field(init=False, default=0)
+    """Forwards that need it now: only in these its parameters can be read as those of any module."""
+    waits: list[Callable[[], object]] = field(init=False, default_factory=list)
+    """For the transfers that were begun for it and not waited for."""
+
+    def name_at(self, view: torch.Tensor) -> str:
+        """The parameter behind `view`, while the unit is gathered."""
+        # By its place in memory: a view of a detached tensor knows no base.
+        place = storage_id(view.untyped_storage()), view.storage_offset()
+        for name, (parameter, _, _) in zip(self.plan.parameters, self.parameters, strict=True):
+            start = parameter.storage_offset()
+            if storage_id(parameter.untyped_storage()) == place[0] and start <= place[1] < start + parameter.numel():
+                return name
+        return self.plan.name
+
+    def gather(self, counters: Counters) -> None:
+        """Take memory and begin the transfers."""
+        for bucket in self.buckets:
+            if (wait := bucket.fill(counters, unit=self.plan.name)) is not None:
+                self.waits.append(wait)
+
+    def wait(self) -> None:
+        """End the transfers: the values are here."""
+        for wait in self.waits:
+            wait()
+        self.waits.clear()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.wait()  # a transfer that nobody waited for would write to memory that others have by then
+        for bucket in self.buckets:
+            bucket.free()
+
+    def open(self) -> None:
+        """Forwards that read its parameters follow.
+
+        The class of the parameters changes: they are plain ones while they are gathered.
+        """
+        # One class that looks up whether it is gathered would do without the swap. It would cost 11 us in every
+        # operation that takes a parameter (measured with F.linear); the swap costs 0.2 us per parameter and call of a
+        # module. And torch's modules leave their fused kernels where an argument has a torch function of its own.
+        for parameter, kind, _ in self.parameters:
+            parameter.__class__ = kind
+
+    def close(self) -> None:
+        """No forward reads them any more."""
+        for parameter, _, sharded in self.parameters:
+            parameter.__class__ = sharded
+
+
+class UnitCall:
+    """One call of a module whose backward needs its units again.
+
+    A unit may be called several times before the first backward, and each call has its own backward:
+
+        forward    call 1 of U   call 2 of U                              uses 1, 0, 1, 0
+        backward                               call 2 of U   call 1 of U  uses 1, 0, 1, 0; reduced after call 1
+
+        TO_COME --begin--> RUNNING --end--> DONE --resume, for a saved tensor--> RUNNING
+
+    A backward that a forward or a loss runs itself is another task of autograd. It changes no state: the units are
+    gathered, and stay.
+    """
+
+    __slots__ = (
+        *("_unshard", "backward", "entered", "has_hooks", "left", "microbatch", "spans_around"),
+        *("recomputes", "starts_graph", "units"),
+    )
+
+    def __init__(self, unshard: "Unshard", units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
+        self.units = units
+        self.microbatch = microbatch
+        self.entered = entered
+        """When its forward began, and ended, in the count of all calls."""
+        self.left = entered
+        self.recomputes = graph_task() != -1
+        """Whether its forward runs in a backward, whose next one inside is the one that counts (reentrant)."""
+        self.has_hooks = False
+        """Whether the hooks of saved tensors were installed for it."""
+        self.spans_around: tuple[tuple[int, int, UnitCall], ...] = ()
+        """During its forward: the memory of the calls around it."""
+        self.starts_graph = False
+        """Whether the graph of the backward begins with an input of the call."""
+        self._unshard = unshard
+        self.backward = Backward.TO_COME
+
+    def begin(self, _: object = None) -> None:
+        """The backward of the call begins."""
+        # Each output of the call and each saved tensor of it comes here; the first one counts.
+        if graph_task() != self._unshard.task and not self.recomputes:
+            self._unshard.hold(self)
+        elif self.backward is Backward.TO_COME:
+            self._begin()
+            # No gradient of an input marks the end of such a call: that of a leaf is complete as soon as it is known,
+            # before those of parameters that the call used earlier.
+            if self.starts_graph:
+                at_end_of_backward(self.end)
+
+    def resume(self) -> None:
+        """The backward of the call needs the units, even if it seemed to have ended."""
+        # A value that a module keeps on itself may enter the loss past its outputs, and a call may have several inputs:
+        # its end is a guess then. To gather once more costs time; to read memory without bytes would end the process.
+        if self.backward is Backward.DONE and (graph_task() == self._unshard.task or self.recomputes):
+            self._begin()
+            at_end_of_backward(self.end)
+        self.begin()
+
+    def _begin(self) -> None:
+        self.backward = Backward.RUNNING
+        self._unshard.begin_backward(self)
+
+    def end(self, _: object = None) -> None:
+        """Everything in the call has its gradient, if it gets one."""
+        if self.backward is Backward.RUNNING and (graph_task() == self._unshard.task or self.recomputes):
+            self.backward = Backward.DONE
+            self._unshard.end_backward(self)
+
+    def close(self) -> list[GatheredUnit]:
+        """The backward around it has ended; what it did not let go itself."""
+        held = list(self.units) if self.backward is Backward.RUNNING else []
+        self.backward = Backward.DONE
+        return held
 
 
 class Unshard(Passes):
@@ -97,7 +238,7 @@ class Unshard(Passes):
         self._owners = params.owners
         self._counters = counters
         self.task = _NO_TASK
-        """See `UnitCall`."""
+        """That of autograd in which the backward of a microbatch goes on, or went on last."""
         self.residency = Residency(keeps=keeps, ahead=all(each.arrives_alone for each in params.sharded))
         self._microbatch = microbatch
         self._bucket_at = {bucket.plan.slots[0].name: at for at, bucket in enumerate(params.sharded)}
@@ -117,12 +258,8 @@ class Unshard(Passes):
         self._open: list[UnitCall] = []
         """The calls whose backward goes on."""
         self._num_calls = 0
-        self._order: list[tuple[int, bool, UnitCall | None]] = []
-        """Unit, begins and call of the uses in the forward of the last microbatch that was trained on."""
-        self._differentiated: set[int] = set()
-        """The units that had a backward in this step, or in the last one."""
-        self._uses: dict[int, list[tuple[int, bool, UnitCall | None]]] = {}
-        """The same of microbatches that are on their way."""
+        self._gathered = Counter[int]()
+        """How often each unit was gathered in this step, or in the last one."""
         self.is_followed = False
 
     def _unit(
@@ -159,7 +296,7 @@ class Unshard(Passes):
         self.is_in_pass = True
         self._trains = trains
         if trains:
-            self._differentiated.clear()
+            self._gathered.clear()
             self.residency.begin_training()
         self._gradients.begin_pass(trains=trains)
 
@@ -169,25 +306,24 @@ class Unshard(Passes):
         self._gradients.end_pass()
         # To wait for a peer that has failed would hide the error behind a timeout.
         if has_failed:
+            self._gathered.clear()
             for unit in self.units:
-                if unit.residence is Residence.ARRIVING:
-                    unit.works.clear()
-                    unit.residence = Residence.SHARDED  # and keeps its memory, to which a transfer may still write
+                if unit.waits:
+                    unit.waits.clear()
+                    self.residency.resident.pop(unit.number, None)  # and keeps its memory, to which one may write
         self.release()
 
     def release(self) -> None:
         """Let go of everything, whatever state it is in."""
         self._copy = None
-        self.residency.release()
+        for number in self.residency.release():
+            self.units[number].free()
         for unit in self.units:
             if unit.num_forwards:
                 unit.num_forwards = 0
                 unit.close()
-            if unit.residence is not Residence.SHARDED:
-                unit.free()
         self._open.clear()
         self._outstanding.clear()
-        self._uses.clear()
         self.is_followed = False
 
     def microbatch_done(self, stage: int | None = None) -> None:
@@ -214,8 +350,6 @@ class Unshard(Passes):
         for unit in self.units:
             if stage is None or unit.stage == stage:
                 calls.pop(unit.number, None)
-        if self._trains:
-            self._order = self._uses.pop(self._microbatch(), self._order)
         self._gradients.microbatch_done(stage)
 
     @override
@@ -264,7 +398,8 @@ class Unshard(Passes):
         self.begin_pass(trains=False, is_agreed=False)
         try:
             if once:
-                self.enter(self.units, RECOMPUTATION)
+                for unit in self.units:
+                    self.use(unit, RECOMPUTATION)
             # No rank knows who has more forwards. So all announce what they do, and those that have finished follow.
             self.is_followed = not once and self._has_followers
             yield
@@ -305,33 +440,23 @@ class Unshard(Passes):
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
-        """How often each unit is gathered in an update.
+        """How often each unit is gathered in an update: as often as in the last one, if it had as many microbatches.
 
-        By the order of the last microbatch that was trained on; before it, by that of the model. schedule: forwards and
-        backwards ("F", "B") by stage of the pipeline; None: one after the other.
+        Else by the order of the model. schedule: forwards and backwards ("F", "B") by stage of the pipeline; None: one
+        after the other.
         """
-        order = [
-            Use(
-                unit,
-                begins,
-                call is not None and call.backward is not Backward.TO_COME,
-                call is None or call.is_noticed,
+        found = self._gathered
+        if not found or num_microbatches != self._gradients.num_microbatches:
+            stages: dict[int, list[int]] = {}
+            for unit in sorted(self.units, key=lambda unit: unit.stage):
+                stages.setdefault(unit.stage, []).append(unit.number)
+            one = [*(("F", at) for at in stages), *(("B", at) for at in reversed(stages))]
+            found = count_gathers(
+                stages,
+                one * num_microbatches if schedule is None else schedule,
+                keeps=self.residency.keeps,
+                ahead=self.residency.ahead,
             )
-            for unit, begins, call in self._order
-        ]
-        stage_of = {unit.number: unit.stage for unit in self.units}
-        stages = sorted(set(stage_of.values()))
-        forward: dict[int, list[Use]] = {stage: [] for stage in stages}
-        for use in order or one_by_one(len(self.units)):
-            forward[stage_of[use.unit]].append(use)
-        one = [(kind, at) for kind, each in (("F", stages), ("B", stages[::-1])) for at in each]
-        found = count_gathers(
-            forward,
-            one * num_microbatches if schedule is None else schedule,
-            keeps=self.residency.keeps,
-            backward=self._differentiated if order else None,
-            ahead=self.residency.ahead,
-        )
         return {unit.plan.name: found[unit.number] for unit in self.units}
 
     # Calls ------------------------------------------------------------------------------------------------------------
@@ -364,7 +489,6 @@ class Unshard(Passes):
                 later.end()
         self._open.append(call)
         for unit in call.units:
-            self._differentiated.add(unit.number)
             self.use(unit, BACKWARD)
 
     def end_backward(self, call: UnitCall) -> None:
@@ -397,7 +521,7 @@ class Unshard(Passes):
             self.residency.hold()
         self._count(call.units, call.microbatch)  # reduced with the end of the microbatch
         for unit in call.units:
-            if unit.residence is not Residence.GATHERED:
+            if not self.residency.resident.get(unit.number):
                 self.use(unit, BACKWARD)
                 self.drop(unit, BACKWARD)
 
@@ -452,6 +576,8 @@ class Unshard(Passes):
         self._spans, call.spans_around = call.spans_around, ()
         call.left = self._num_calls
 
+    # Autograd saves a weight to compute the gradient of an input. Kept as the tensor itself, it would be read after
+    # `free`; kept as a copy, it would hold all units until their backward, which is what stage 3 is there to avoid.
     @override
     def pack_saved(self, tensor: torch.Tensor) -> object:
         # By the place in memory, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has
@@ -465,42 +591,28 @@ class Unshard(Passes):
     @contextmanager
     def holding(self, parameter: torch.Tensor) -> Iterator[None]:
         """A parameter has its values inside, whatever module reads it. What it takes is not counted."""
-        # For the proof of a plan of tensor parallelism. It runs once, and is no part of the traffic that `gathers_in`
-        # foretells for an update.
+        # For the proof of a plan of tensor parallelism. It runs once, and is no part of the traffic of an update.
         units = [each for each in self.units if any(held is parameter for held, _, _ in each.parameters)]
-        counted, self._counters = self._counters, Counters()
+        counted, gathered = self._counters, self._gathered
+        self._counters, self._gathered = Counters(), Counter()
         try:
             with self.using(units, RECOMPUTATION):
                 yield
         finally:
-            self._counters = counted
+            self._counters, self._gathered = counted, gathered
 
     # Units ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> Iterator[None]:
-        """The units are gathered inside. `call`: None where no backward can follow."""
-        self.enter(units, phase, call)
+    def using(self, units: Sequence[GatheredUnit], phase: str) -> Iterator[None]:
+        """The units are gathered inside."""
+        for unit in units:
+            self.use(unit, phase)
         try:
             yield
         finally:
-            self.leave(units, phase, call)
-
-    def enter(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
-        """Gather the units; `leave` follows, whatever happens in between. See `using`."""
-        noted = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else None
-        for unit in units:
-            if noted is not None:
-                noted.append((unit.number, True, call))
-            self.use(unit, phase)
-
-    def leave(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
-        """Somebody has used the units."""
-        noted = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else None
-        for unit in units:
-            if noted is not None:
-                noted.append((unit.number, False, call))
-            self.drop(unit, phase)
+            for unit in units:
+                self.drop(unit, phase)
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""
@@ -529,6 +641,7 @@ class Unshard(Passes):
         units = self.units
         for what, number in orders:
             if what == "gather":
+                self._gathered[number] += self._trains
                 units[number].gather(self._counters)
             elif what == "wait":
                 units[number].wait()

@@ -32,8 +32,7 @@ from shardwise.engine.torch_private import (
     version_of,
 )
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.unit_calls import GatheredUnit
-from shardwise.engine.zero.unshard import Unshard
+from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.plan.residency import FORWARD, RECOMPUTATION
 
 _TENSORS = frozenset({torch.Tensor})
@@ -97,13 +96,15 @@ def run_gathered(
                 on_gradient(each, call.end)
             elif not isinstance(each, nn.Parameter):  # its gradient may be complete before those of parameters
                 call.starts_graph = True
-    unshard.enter(units, FORWARD, call)
+    for unit in units:
+        unshard.use(unit, FORWARD)
     unshard.begin_saving(call)
     try:
         output = _without_memory_of_units(unshard, units, forward(*args, **kwargs))
     finally:
         unshard.end_saving(call)
-        unshard.leave(units, FORWARD, call)
+        for unit in units:
+            unshard.drop(unit, FORWARD)
     found = [output] if type(output) is torch.Tensor else tensors_in(output)
     outputs = [each for each in found if each.requires_grad and each.grad_fn is not None]
     for each in outputs:
@@ -119,12 +120,14 @@ def _run_held(unshard: Unshard, units: Sequence[GatheredUnit], forward: Callable
     """Run a forward inside of torch.func: its units stay, whatever its graph saves of them."""
     with outside_of_transformations():
         unshard.hold(unshard.call(units))
-        unshard.enter(units, phase)
+        for unit in units:
+            unshard.use(unit, phase)
     try:
         return forward()
     finally:
         with outside_of_transformations():
-            unshard.leave(units, phase)
+            for unit in units:
+                unshard.drop(unit, phase)
 
 
 def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], output: Any) -> Any:
