@@ -31,7 +31,6 @@ from shardwise.engine.activations.written_buffers import KeptBuffers, WrittenBuf
 from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.forward.kept_objects import held_tensors, own_generators
 from shardwise.engine.forward.layers import Forward, OfEngine, Place
-from shardwise.engine.forward.precision import meeting_dtypes
 from shardwise.engine.forward.randomness import KeyedRandom, may_draw
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.forward.writes import SeenTensor, is_due
@@ -89,7 +88,7 @@ class Recomputed(OfEngine):
         parameters = self._seen_parameters()
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
-        seeing, meeting = seeing_modes(), meeting_dtypes()
+        seeing = seeing_modes()
         kept = KeptBuffers(self._buffers)
         # Not by closure: what is kept for the second run must not hold the arguments of the first.
         first = [(args, kwargs)]
@@ -104,7 +103,6 @@ class Recomputed(OfEngine):
                 nullcontext() if states is None else self._random.going_on_from(states, own),
                 kept.in_place(),
                 nullcontext() if not seeing else seen_again(seeing),
-                meeting or nullcontext(),  # a backward runs without the modes of the forward
             ):
                 try:
                     return forward(*args, **kwargs)

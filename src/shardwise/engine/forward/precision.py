@@ -9,26 +9,23 @@
 A module with parameters of one dtype gets its floating-point inputs in that dtype. A module that is kept in master
 precision gives its outputs back in the compute dtype. Activations are cast, parameters never.
 
-A forward that reads parameters of a child has no such inputs. There an operation that torch refuses for its dtypes is
-tried again with what is no parameter in the compute dtype (`MeetingDtypes`).
+A forward that reads parameters of a child has no such inputs, and casts itself.
 """
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.comm.nested_values import tensors_in, transform
-from shardwise.engine.forward.outline import innermost_module, is_closed
-from shardwise.engine.torch_private import forward_pre_hooks, function_modes
+from shardwise.comm.nested_values import transform
+from shardwise.engine.forward.outline import innermost_module
+from shardwise.engine.torch_private import forward_pre_hooks
 from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
 from shardwise.plan import Parameter, Precision
 
@@ -100,62 +97,6 @@ def dtypes_explained(model: nn.Module, precision: Precision) -> Iterator[None]:
             "(child.weight), or of several dtypes, cast there (x.to(weight.dtype)). Or name them in precision.keep, "
             "or call engine.step under torch.autocast"
         ) from error
-
-
-class MeetingDtypes(TorchFunctionMode):
-    """Parameters that a forward reads of a child meet inputs of another dtype."""
-
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        super().__init__()
-        self._compute = None if precision.compute is None else torch_dtype(precision.compute)
-        self._is_needed: bool | None = None
-        """None: not known before the first step has ended."""
-        # What is compiled would compile again.
-        if any(map(is_closed, model.modules())):
-            self._is_needed = False
-
-    def watched(self, *, learns: bool) -> AbstractContextManager[object]:
-        """Inside, such operations are computed. `learns`: a step, whose first one shows whether there are any."""
-        # A mode costs every operation: only the first step has it for nothing. No evaluation, where modules of torch
-        # take another way under a mode.
-        is_first = self._is_needed is None and learns
-        if self._compute is None or not (self._is_needed or is_first):
-            return nullcontext()
-        return self._learning() if is_first else self
-
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        with self:
-            yield
-        self._is_needed = bool(self._is_needed)
-
-    @override
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except RuntimeError:
-            if not self._may_cast(func, args, kwargs or {}):
-                raise
-        assert self._compute is not None
-        self._is_needed = True
-        return func(*_cast(args, self._compute), **_cast(kwargs or {}, self._compute))
-
-    def _may_cast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a refused operation has floating tensors of several dtypes, writes to none, and no parameter would be
-        cast."""
-        name = getattr(func, "__name__", "")
-        writes = "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        found = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
-        others = [each for each in found if each.dtype != self._compute]
-        is_mixed = 0 < len(others) < len(found)
-        return is_mixed and not writes and not any(isinstance(each, nn.Parameter) for each in others)
-
-
-def meeting_dtypes() -> MeetingDtypes | None:
-    """The one that this thread is in."""
-    return next((each for each in function_modes() if isinstance(each, MeetingDtypes)), None)
 
 
 def _dtypes(module: nn.Module, *, recurse: bool) -> set[torch.dtype]:

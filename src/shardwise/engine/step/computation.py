@@ -31,7 +31,7 @@ from shardwise.engine.forward.batches import (
     scaled_loss,
 )
 from shardwise.engine.forward.passes import Joint, Passes, UnevenMicrobatches
-from shardwise.engine.forward.precision import MeetingDtypes, dtypes_explained
+from shardwise.engine.forward.precision import dtypes_explained
 from shardwise.engine.forward.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.generation.generation import Generation, GenerationCall
@@ -99,7 +99,6 @@ class Computation:
         self._rank = channel.rank
         self._data_rank = plan.mesh.data_rank(channel.rank)
         self._precision = plan.precision
-        self._meeting = MeetingDtypes(loss.model, plan.precision)
         scale = plan.precision.loss_scale
         self.loss_scale = None if scale is None else LossScale(scale, channel.device)
         """What losses are multiplied by before their backward."""
@@ -179,7 +178,7 @@ class Computation:
             self._during("engine.step"),
             self._proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
-            self._explained(learns=True),
+            self._explained(),
             self.activations.measuring(len(counted), trained),
         ):
             asked = self.loss.with_loss(loss)
@@ -351,13 +350,9 @@ class Computation:
         return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     @contextmanager
-    def _explained(self, *, learns: bool = False) -> Iterator[None]:
-        """Errors of forwards say what the plan has to do with them. `learns`: see `MeetingDtypes`."""
-        with (
-            dtypes_explained(self._model, self._precision),
-            module_noted(self._model),
-            nullcontext() if self.runner is not None else self._meeting.watched(learns=learns),
-        ):
+    def _explained(self) -> Iterator[None]:
+        """Errors of forwards say what the plan has to do with them."""
+        with dtypes_explained(self._model, self._precision), module_noted(self._model):
             yield
 
     @contextmanager
