@@ -150,7 +150,7 @@ class Recomputed(OfEngine):
         reads = is_due(self._num_looks)
         # Under pp a mode answers for parameters of other stages.
         with DisableTorchFunction():
-            return [SeenTensor(each, content=reads, takes_all=True) for _, _, each in self._parameters]
+            return [SeenTensor(each, content=reads) for _, _, each in self._parameters]
 
     @staticmethod
     def _are_written(seen: Sequence[SeenTensor]) -> bool:

@@ -105,9 +105,7 @@ def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal
     return tree_map(made, output)
 
 
-_REFUSED: frozenset[Any] = frozenset(
-    getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__reduce_ex__")
-)
+_REFUSED: frozenset[Any] = frozenset(getattr(torch.Tensor, name) for name in ("tolist", "__array__", "__reduce_ex__"))
 _VALUES = _REFUSED | {getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__dlpack__")}
 """What gives the values of a tensor to Python: a whole parameter has them all."""
 

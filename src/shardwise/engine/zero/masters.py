@@ -132,7 +132,9 @@ class Master(nn.Parameter):
                         "optimizer, which is whole here during an update only: between two, its parts are on several "
                         "ranks. sw.full(engine) gives it, and engine.whole() takes writes"
                     )
-                memory.is_reached |= func in functions_of_memory()
+                # Torch counts no write of these under the mode that follows parts.
+                is_foreach = getattr(func, "__name__", "").startswith("_foreach_")
+                memory.is_reached |= is_foreach or func in functions_of_memory()
                 memory.is_touched = True
                 if memory.has_others:
                     is_part = each._place.is_part
