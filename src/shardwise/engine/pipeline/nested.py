@@ -18,8 +18,9 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import MemberDescriptorType, MethodType
+from types import EllipsisType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -161,8 +162,6 @@ def state_text(value: Any) -> str:
 # json writes integers in decimal, which Python refuses beyond 4300 digits; hexadecimal has no limit.
 _LARGEST_NUMBER = 1 << 63
 
-_OF_TORCH: Mapping[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-
 _FACTORIES = (list, dict, set, tuple, int, float, str, bool)
 """The factories that a defaultdict may have for missing keys: nothing else is called."""
 
@@ -191,23 +190,29 @@ def unpacked(content: torch.Tensor) -> Any:
 
 def _written(value: Any) -> Any:
     """The value as JSON has it."""
-    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
-        return ["member", _class(type(value)), value.name]
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value) if abs(value) < _LARGEST_NUMBER else ["int", hex(value)]
-    if isinstance(value, float | str):
-        return float(value) if isinstance(value, float) else str(value)
-    if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(type(value)):
-        return _written_container(value)
+    kind = type(value)
+    if isinstance(value, enum.Enum) and value.name in kind.__members__:
+        return ["member", _class(kind), value.name]
+    match value:
+        case None | bool():
+            return value
+        case int():
+            return int(value) if abs(value) < _LARGEST_NUMBER else ["int", hex(value)]
+        case float() | str():
+            return float(value) if isinstance(value, float) else str(value)
+        case TensorSlot() | ObjectSlot():
+            return ["slot" if kind is TensorSlot else "object", value.number]
+        case tuple() | list():
+            items = [_written(each) for each in value]
+            return [kind.__name__, items] if kind in (tuple, list) else _of_class("sequence", value, items)
+        case dict():
+            return ["dict", _pairs(value)] if kind is dict else _of_class("mapping", value, _pairs(value))
+    if isinstance(value, MutableMapping) or dataclasses.is_dataclass(kind):
+        return _of_class("record", value)
     return _written_constant(value)
 
 
 def _written_constant(value: Any) -> Any:
-    for name, kind in _OF_TORCH.items():
-        if isinstance(value, kind):
-            return [name, str(value).removeprefix("torch.")]
     match value:
         case complex():
             return ["complex", value.real, value.imag]
@@ -217,40 +222,26 @@ def _written_constant(value: Any) -> Any:
             return ["slice", *map(_written, (value.start, value.stop, value.step))]
         case torch.device():
             return ["device", str(value)]
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return [type(value).__name__, str(value).removeprefix("torch.")]
         case type():
             return ["class", _class(value)]
         case Opaque():
             return ["opaque", value.__class_name__]
-    if value is ...:
-        return ["ellipsis"]
+        case EllipsisType():
+            return ["ellipsis"]
     raise ModelError(
         f"a placed module gives a {type(value).__name__} inside of a container, which cannot be announced to other "
         "stages. Return tensors, numbers and texts in a tuple, list, dict or dataclass"
     )
 
 
-def _written_container(value: Any) -> Any:
-    kind = type(value)
-    if kind is TensorSlot or kind is ObjectSlot:
-        return ["slot" if kind is TensorSlot else "object", value.number]
-    if isinstance(value, tuple | list):
-        items = [_written(each) for each in value]
-        if kind in (tuple, list):
-            return [kind.__name__, items]
-        return ["sequence", _class(kind), items, _attributes(value)]
-    if kind is dict:
-        return ["dict", _pairs(value)]
-    if isinstance(value, dict):
-        return ["mapping", _class(kind), _pairs(value), _attributes(value)]
-    return ["record", _class(kind), _attributes(value)]
-
-
 def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
     return [[_written(key), _written(value)] for key, value in mapping.items()]
 
 
-def _attributes(value: Any) -> list[Any]:
-    """The attributes of an object, besides the items of its base class."""
+def _of_class(way: str, value: Any, *items: Any) -> list[Any]:
+    """A container of another class, with its attributes besides the items."""
     held = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
         held |= {
@@ -258,7 +249,7 @@ def _attributes(value: Any) -> list[Any]:
         }
     if isinstance(value, defaultdict):
         held["default_factory"] = value.default_factory
-    return _pairs(held)
+    return [way, _class(type(value)), *items, _pairs(held)]
 
 
 def _class(kind: type) -> list[str]:
@@ -345,14 +336,11 @@ def _read_member(written: Any, name: str) -> Any:
     return kind.__members__[name]
 
 
-def _read_of_torch(kind: str) -> Callable[[str], Any]:
-    def read(name: str) -> Any:
-        found = vars(torch)[name]
-        if not isinstance(found, _OF_TORCH[kind]):
-            raise TypeError(f"torch.{name} is no {kind}")
-        return found
-
-    return read
+def _read_of_torch(kind: type, name: str) -> Any:
+    found = vars(torch)[name]
+    if not isinstance(found, kind):
+        raise TypeError(f"torch.{name} is no {kind.__name__}")
+    return found
 
 
 _READERS: Mapping[str, Callable[..., Any]] = {
@@ -373,5 +361,5 @@ _READERS: Mapping[str, Callable[..., Any]] = {
     "slice": lambda *ends: slice(*map(_read, ends)),
     "device": lambda name: torch.device(name),
     "ellipsis": lambda: ...,
-    **{kind: _read_of_torch(kind) for kind in _OF_TORCH},
+    **{kind.__name__: partial(_read_of_torch, kind) for kind in (torch.dtype, torch.layout, torch.memory_format)},
 }
