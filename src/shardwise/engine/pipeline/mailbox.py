@@ -15,14 +15,29 @@ So a rank that waits for one message never blocks another one. Both sides count 
 at another place than announced.
 
 Steps repeat themselves: what followed a message the last time mostly follows it again. So both sides of a direction
-keep a record of it (`_Record`), and small contents of the size that is expected travel in one message with the header:
+keep a record of it (`_Record`), and know without asking which content comes next. Small contents on the host travel in
+one message with the header:
 
     recorded after VALUE 0     what comes                  messages
     nothing yet                VALUE 0 of 512 bytes        header | 512 bytes
     512 bytes                  VALUE 0 of 512 bytes        header and 512 bytes
     512 bytes                  VALUE 0 of 256 bytes        header and 512 bytes without a meaning | 256 bytes
 
-Contents on a device come apart, and are received one ahead (`expected_contents.py`).
+A transfer between devices begins behind what the receiver's device had to do when it was called. So a receive that is
+called where its content is needed waits for all computation before that, and none of it hides the transfer. In training
+steps contents on devices are received one ahead::
+
+    in time    host     take V 0 | launch F 0 | take V 1
+               device            | F 0 ...... |          | transfer of V 1 | F 1
+    one ahead  host     take V 0, post V 1 | launch F 0 | take V 1, post V 2
+               device                      | F 0 .......| F 1
+               transfers                   | V 1 |      | V 2 |
+
+What differs from the record costs one content without a meaning:
+
+    recorded  V 0, V 1, V 2     the receiver has posted room for the next one from the beginning of the step on
+    sent      V 0, W 1, V 2     header of W 1 | content for the room of V 1 | content of W 1
+    sent      V 0, V 1          end of the step | content for the room of V 2
 """
 
 import functools
@@ -38,7 +53,6 @@ import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
-from shardwise.engine.pipeline.expected_contents import ContentList, ContentPlace
 from shardwise.engine.torch_private import set_conj, set_neg
 from shardwise.errors import MismatchError, PeerError
 
@@ -98,23 +112,50 @@ _MAX_JOINED_BYTES = 1 << 18
 """Contents up to this size are copied once more rather than sent apart: a message costs as much as 1 MiB of copies."""
 
 
+class ContentPlace(NamedTuple):
+    """The layout of a content in memory, and what it is for."""
+
+    purpose: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    lead: int
+    """Elements before it, from the last aligned address on."""
+    dtype: torch.dtype
+
+
 class _Record:
-    """The messages of one direction: which content comes with the next header. The same on both sides."""
+    """The messages of one direction: which content comes with the next one. The same on both sides."""
 
     # It is made of nothing but the messages themselves, in their order: so both sides know the same without asking, and
     # a program that changes needs no agreement.
     def __init__(self) -> None:
-        self.expected_bytes = 0
-        """Of the content in the next message, behind its header."""
-        self._following: dict[tuple[int, int], int] = {}
-        self._last = (-1, -1)
+        self._after: dict[tuple[int, ...], tuple[int, ContentPlace | None]] = {}
+        self.begin(0)
 
-    def note(self, key: Key, content: torch.Tensor | None) -> None:
-        """A message has come or gone, with this flat content."""
-        num_bytes = _num_host_bytes(content)
-        self._following[self._last] = num_bytes if num_bytes <= _MAX_JOINED_BYTES else 0
-        self._last = (key.kind, key.number)
-        self.expected_bytes = self._following.get(self._last, 0)
+    def begin(self, num_microbatches: int) -> None:
+        """A training step begins, whose messages are those of the last one of so many microbatches; 0: none does."""
+        self._num_microbatches = num_microbatches
+        self._expect((num_microbatches,))
+
+    def _expect(self, last: tuple[int, ...]) -> None:
+        self._last = last
+        self.expected_bytes, self.expected_place = self._after.get(last, (0, None))
+
+    def note(self, key: Key, flat: torch.Tensor | None, place: ContentPlace | None) -> None:
+        """A message has come or gone, with this flat content; place: of a content on a device."""
+        num_bytes = _num_host_bytes(flat)
+        if num_bytes > _MAX_JOINED_BYTES:
+            num_bytes = 0
+        # Outside of training steps nothing is received ahead, and microbatches are alike.
+        num_microbatches = self._num_microbatches
+        self._after[self._last] = num_bytes, place if num_microbatches else None
+        self._expect((num_microbatches, *key) if num_microbatches else (0, key.kind, key.number))
+
+    def end(self) -> None:
+        """The step is done: nothing followed its last message."""
+        if self._num_microbatches:
+            self._after.pop(self._last, None)
+        self.begin(0)
 
     def holds(self, content: torch.Tensor | None) -> bool:
         """Whether this content is what comes with the header."""
@@ -156,8 +197,6 @@ class Mailbox:
         self._sent: deque[Work] = deque()
         self._outgoing = [_Record() for _ in range(channel.size)]
         self._incoming = [_Record() for _ in range(channel.size)]
-        self._outgoing_contents = [ContentList() for _ in range(channel.size)]
-        self._incoming_contents = [ContentList() for _ in range(channel.size)]
         self._ahead: dict[int, _Posted] = {}
         """By rank, what is received before its header has come."""
         self.num_joined = 0
@@ -170,7 +209,7 @@ class Mailbox:
         # Elsewhere a transfer goes on only while somebody waits: nothing would be won, and a second content held.
         if not self._channel.progresses_alone:
             return
-        for each in (*self._outgoing_contents, *self._incoming_contents):
+        for each in (*self._outgoing, *self._incoming):
             each.begin(num_microbatches)
         for rank in range(self._channel.size):
             self._post_next(rank)
@@ -215,14 +254,13 @@ class Mailbox:
         # Header and content follow each other on one channel, which keeps their order. So the receiver can make room
         # of the right size before the content comes, and an empty tensor needs no second message.
         self._send(packed, rank, "the next message of the pipeline")
-        # Listed is what travels apart from its header, to a device.
-        is_listed = kept is not None and kept.device.type != "cpu" and kept.numel() > 0
-        place = _place_of(kept, purpose) if kept is not None and is_listed else None
+        # Received ahead is what travels apart from its header, to a device.
+        is_ahead = kept is not None and kept.device.type != "cpu" and kept.numel() > 0
+        place = _place_of(kept, purpose) if kept is not None and is_ahead else None
         self._fill_expected(rank, place)
-        self._outgoing_contents[rank].note(place)
         if flat is not None and flat.numel() and not is_joined:
             self._send(flat, rank, purpose)
-        record.note(key, flat)
+        record.note(key, flat, place)
 
     def _send(self, content: torch.Tensor, rank: int, purpose: str) -> None:
         work = self._channel.send(content, rank, purpose=purpose)
@@ -253,11 +291,10 @@ class Mailbox:
 
     def settle(self) -> None:
         """The step is done: wait until everything sent has been taken over by the channel."""
-        for rank, contents in enumerate(self._outgoing_contents):
+        for rank in range(self._channel.size):
             self._fill_expected(rank, None)
-            contents.end()
-        for contents in self._incoming_contents:
-            contents.end()
+        for each in (*self._outgoing, *self._incoming):
+            each.end()
         # Fewer messages came than the last time: what comes instead has no meaning.
         for posted in self._ahead.values():
             posted.work.wait()
@@ -278,19 +315,19 @@ class Mailbox:
         self._box.clear()
         self._sent.clear()
         self._ahead.clear()
-        for each in (*self._outgoing_contents, *self._incoming_contents):
-            each.forget()
+        for each in (*self._outgoing, *self._incoming):
+            each.begin(0)
 
     def _fill_expected(self, rank: int, place: ContentPlace | None) -> None:
         """Send something into the room that a rank has posted for another content than this."""
-        expected = self._outgoing_contents[rank].next
+        expected = self._outgoing[rank].expected_place
         if expected is not None and expected != place:
             _, flat = _room_for(expected, self._channel.device)
             self._send(flat, rank, expected.purpose)
 
     def _post_next(self, rank: int) -> None:
         """Begin to receive what the next message of a rank brings, as far as that is known."""
-        if (place := self._incoming_contents[rank].next) is not None:
+        if (place := self._incoming[rank].expected_place) is not None:
             content, flat = _room_for(place, self._channel.device)
             work = self._channel.receive(flat, rank, purpose=place.purpose)
             self._ahead[rank] = _Posted(place, content, flat, work)
@@ -312,13 +349,13 @@ class Mailbox:
         if form.has_content:
             purpose = f"{_PURPOSES[kind]} of stage {source} for stage {target}"
             place = ContentPlace(purpose, form.shape, form.stride, lead, form.dtype)
-        # One on the host, or without elements, is not listed: see `send`.
-        listed = None if place is None or on_host or 0 in place.shape else place
+        # One on the host, or without elements, is not received ahead: see `send`.
+        ahead = None if place is None or on_host or 0 in place.shape else place
         works: list[Work] = []
         posted = self._ahead.pop(rank, None)
         if posted is not None:
             works.append(posted.work)
-        if posted is not None and posted.place == listed:
+        if posted is not None and posted.place == ahead:
             content, flat = posted.content, posted.flat
             self.num_ahead += 1
         elif place is not None:
@@ -328,14 +365,13 @@ class Mailbox:
                 flat.view(torch.uint8).copy_(packed[_HEADER_BYTES:])
             elif flat.numel():
                 works.append(self._channel.receive(flat, rank, purpose=place.purpose))
-        self._incoming_contents[rank].note(listed)
+        record.note(key, flat, ahead)
         # Before the wait, behind which the device computes.
         self._post_next(rank)
         for work in works:
             work.wait()
         if content is not None and flat is not None:
             content = _flagged(_filled(content, flat), flags)
-        record.note(key, flat)
         return ReceivedMessage(key=key, stages=stages, progress=progress, maker=form.maker, content=content, note=note)
 
 
