@@ -26,7 +26,6 @@ import shardwise as sw
 from benchmarks.pipeline.models import Batch
 from benchmarks.pipeline.ours import runner_of
 from benchmarks.pipeline.outcome import Clipping
-from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 
 __all__ = ["PHASES", "measure_clipping"]
@@ -73,7 +72,7 @@ def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
         engine.step(drawn[0])
     assert runner.schedule is not None
     num_microbatches = runner.schedule.num_microbatches
-    lookups = _num_lookups(runner)
+    lookups = runner.inference.num_lookups
     clocks = []
     for batch in drawn:
         clocks.append(Clock())
@@ -84,16 +83,11 @@ def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
         rank=runner.stages.rank,
         num_local=len(local),
         num_foreign=len(runner.stages.units) - len(local),
-        num_lookups=(_num_lookups(runner) - lookups) // (len(drawn) * num_microbatches),
+        num_lookups=(runner.inference.num_lookups - lookups) // (len(drawn) * num_microbatches),
         num_tried=runner.inference.num_tried,
         cpu_s=_medians([clock.cpu_s for clock in clocks], num_microbatches),
         wall_s=_medians([clock.wall_s for clock in clocks], num_microbatches),
     )
-
-
-def _num_lookups(runner: PipelineRunner) -> int:
-    """Calls that were looked up, by their signature or by their key."""
-    return runner.inference.num_lookups + runner.replay.num_replayed
 
 
 def _medians(updates: Sequence[Mapping[str, float]], num_microbatches: int) -> dict[str, float]:

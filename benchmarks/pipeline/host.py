@@ -45,7 +45,8 @@ def measure_host(cell: Cell, channel: Channel) -> Host:
         cpu_s={name: seconds[NUM_WARM:] for name, seconds in cpu_s.items()},
         num_tried={name: runner.inference.num_tried for name, runner in runners.items()},
         num_replayed={
-            name: runner.replay.num_replayed / (num_steps * cell.num_microbatches) for name, runner in runners.items()
+            name: runner.inference.num_replayed / (num_steps * cell.num_microbatches)
+            for name, runner in runners.items()
         },
     )
 

@@ -4,7 +4,7 @@ All ranks describe the outputs of the call alike, by the entry that they inferre
 are inputs or views of inputs, and the inputs that were written to.
 
     y = block(h), h on stage 0, block on stage 1    rank of stage 0        rank of stage 1        rank of stage 2
-    CallInputs: tensors, objects, numbers apart     alike                  alike                  alike
+    Arguments: tensors, objects, numbers apart      alike                  alike                  alike
     flow.enter: count the call                      alike                  alike                  alike
     flow.to_stage(h, 1)                             sends                  receives               counts the transfer
     _outcome                                        looks up               looks up and runs      looks up
@@ -27,19 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.comm.nested_values import filled, is_plain, put_into, tensors_in, transform
+from shardwise.comm.nested_values import TensorSlot, filled, is_plain, put_into, tensors_in, transform
 from shardwise.engine.forward.randomness import KeyedRandom
-from shardwise.engine.pipeline.call_replay import (
-    CallReplay,
-    KnownCall,
-    SeenCall,
-    filled_template,
-    fits,
-    plain_outcome,
-)
+from shardwise.engine.pipeline.arguments import Arguments, put_in
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE, ForeignParameters
-from shardwise.engine.pipeline.infer import CallInference, CallInputs, CallOutcome, Writes, describe
+from shardwise.engine.pipeline.infer import CallOutcome, Inference, Known, Writes, describe
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
@@ -54,27 +47,36 @@ class _Begun(NamedTuple):
     flow: MicrobatchFlow
     call: StagedCall
     stage: int
-    given: Sequence[torch.Tensor]
-    """The tensors among its inputs."""
+    given: Arguments
     moved: dict[int, StageValue]
-    """The values of stages among these, on the stage of the call."""
+    """The values of stages among its tensors, by number, on the stage of the call."""
 
 
 class _Here(NamedTuple):
     """A call that was executed on this rank."""
 
     result: Any
+    """What it gave, the records of inner hooks, and the writes to containers."""
     used: list[torch.Tensor]
     """The tensors that it took."""
     made: list[torch.Tensor]
+    written: list[int]
+    """Of those that it took, which were written to: autograd counts, also where a trial saw no write."""
+
+    @classmethod
+    def of(cls, result: Any, used: list[torch.Tensor], versions: list[int]) -> "_Here":
+        """versions: of what it took, before."""
+        written = [
+            at for at, (each, before) in enumerate(zip(used, versions, strict=True)) if version_of(each) != before
+        ]
+        return cls(result, used, tensors_in(result), written)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
     """Executes calls on their stages, and infers their outcome elsewhere."""
 
-    inference: CallInference
-    replay: CallReplay
+    inference: Inference
     random: KeyedRandom
     foreign: ForeignParameters
     aside: Callable[[], AbstractContextManager[None]]
@@ -89,20 +91,27 @@ class Executor:
         kwargs: dict[str, Any],
     ) -> Any:
         """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
-        seen = self.replay.see(flow, call, args, kwargs)
-        known = None if seen is None else self.replay.known.get(seen.key)
-        if seen is not None and known is not None:
-            return self._replay(flow, call, stage, seen, known, args, kwargs)
-        inputs = _inputs_of(flow, call, stage, args, kwargs)
-        return self._infer(_begin(flow, call, stage, inputs), inputs, seen)
+        begun = _begin(flow, call, stage, args, kwargs)
+        given = begun.given
+        if call.is_user_code and given.objects:
+            if flow.purpose == "generation":
+                return self._finish(begun, *self._outcome_with_objects(begun))
+            flow.give(call.name, given.objects)
+        known = self.inference.look_up(call, given)
+        # The key has the shapes of the values; a copy on another stage may have come there when its was not known yet.
+        if known.is_plain and given.is_plain and all(map(_HAS_KNOWN_SHAPE, begun.moved.values())):
+            return self._replay(begun, known)
+        entry, here = self._outcome(begun, known.outcome)
+        if call.draws:
+            self._draw_alike(begun, is_local=here is not None)
+        return self._finish(begun, entry, here)
 
     def answer(self, flow: MicrobatchFlow, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call reads from values, on all ranks: numbers, texts, and containers of these."""
-        inputs = _inputs_of(flow, call, None, args, kwargs)
-        begun = _begin(flow, call, None, inputs)
+        begun = _begin(flow, call, None, args, kwargs)
 
         def read() -> Any:
-            real_args, real_kwargs = inputs.filled(_tensors_here(begun), inputs.objects)
+            real_args, real_kwargs = begun.given.filled(_tensors_here(begun), begun.given.objects)
             with self.aside():
                 return call.run_plainly(real_args, real_kwargs)
 
@@ -112,128 +121,78 @@ class Executor:
             _note_place(error, begun)
             raise
 
-    def _replay(
-        self,
-        flow: MicrobatchFlow,
-        call: StagedCall,
-        stage: int | None,
-        seen: SeenCall,
-        known: KnownCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The result of a call whose outcome is known."""
-        begun = _begin(flow, call, stage, seen)
-        # The key has the shapes of the values; a copy on another stage may have come there when its was not known yet.
-        if not _all_known(known.entry, begun):
-            return self._infer(begun, _inputs_of(flow, call, stage, args, kwargs), None)
+    def _replay(self, begun: _Begun, known: Known) -> Any:
+        """The result of a call whose outcome is known, and tensors alone."""
+        flow, call, stage, given, _ = begun
+        entry = known.outcome
+        assert entry is not None
         made: list[torch.Tensor] | None = None
-        if flow.stages.is_local(begun.stage):
+        if flow.stages.is_local(stage):
             used = _tensors_here(begun)
             versions = [version_of(each) for each in used]
+            args, kwargs = given.filled(used, ())
             try:
                 with self.aside():
-                    real_args, real_kwargs = seen.real(used, args, kwargs)
-                    result = call.run_plainly(real_args, real_kwargs)
+                    result = call.run_plainly(args, kwargs)
             except Exception as error:
-                flow.ended = error
-                _note_place(error, begun)
+                _end(error, begun)
                 raise
-            made = fits(known, result, used, versions)
-            if made is None:
+            made = _plain_outputs(known, result, used)
+            if made is None or versions != [version_of(each) for each in used]:
                 # Whether it is refused, and how, is decided where it always is.
-                self.replay.num_unlike += 1
-                here = _Here((result, (), ()), used, tensors_in(result))
-                _check(begun, known.entry, here, is_example=False)
-                check_writes(call, known.entry, used, versions)
-                return self._finish(begun, _inputs_of(flow, call, stage, args, kwargs), known.entry, here, None)
-        self.replay.num_replayed += 1
-        if known.entry.writes_kept and isinstance(call, PlacedModule):
+                here = _Here.of((result, (), ()), used, versions)
+                _check(begun, entry, here)
+                return self._finish(begun, entry, here)
+        self.inference.num_replayed += 1
+        if entry.writes_kept and isinstance(call, PlacedModule):
             flow.touch(f"{call.name}.")
         if known.gives_one_new:
-            return _wrapped_one(begun, known.entry.outputs[0].spec, made)
-        return filled_template(known.template, _wrap(begun, known.entry, made))
+            return _wrapped_one(begun, entry.outputs[0].spec, made)
+        (answer,) = put_in(entry.skeleton[:1], _wrap(begun, entry, made))
+        return answer
 
-    def _infer(self, begun: _Begun, inputs: CallInputs, seen: SeenCall | None) -> Any:
-        """The result of a call whose outcome is looked up."""
-        flow, call = begun.flow, begun.call
-        if isinstance(call, PlacedModule) and not flow.stages.is_local(begun.stage):
-            self.random.catch_up()  # hooks on modules inside are called here too, and may draw
-        entry, here = self._outcome(begun, inputs)
-        if call.draws:
-            self._draw_alike(flow, call, inputs, is_local=here is not None)
-        return self._finish(begun, inputs, entry, here, seen)
-
-    def _finish(
-        self, begun: _Begun, inputs: CallInputs, entry: CallOutcome, here: _Here | None, seen: SeenCall | None
-    ) -> Any:
-        """The result of a call with this outcome, which is replayed for the key of `seen` from now on."""
-        call = begun.call
+    def _finish(self, begun: _Begun, entry: CallOutcome, here: _Here | None) -> Any:
+        """The result of a call with this outcome."""
         _account_for_writes(begun, entry)
         wrapped = _wrap(begun, entry, None if here is None else here.made)
-        known = plain_outcome(entry) if seen is not None and _all_known(entry, begun) else None
         if here is not None:
-            # Comparing storages of all inputs and outputs costs more than a look-up, so it is done once per entry, and
-            # once per key. Where shapes are examples only, the next call may share memory otherwise: then it is done
-            # every time. So it is for modules, which may share otherwise by what they keep in Python.
-            is_compared = known is None and not call.is_user_code and id(entry) in self.inference.alike
-            is_compared = is_compared and _all_known(entry, begun)
-            if not is_compared and _note_doubts(begun, entry, here, wrapped):
-                if not call.is_user_code:
-                    self.inference.alike[id(entry)] = entry
-            elif not is_compared:
-                known = None
-            _note_opaque(begun.flow, inputs, here.result)
-        if seen is not None and known is not None:
-            self.replay.record(seen, known)
-        return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
+            _note_doubts(begun, entry, here, wrapped)
+            _note_opaque(begun, here.result)
+        return self._deliver(begun, entry, None if here is None else here.result, wrapped)
 
-    def _outcome(self, begun: _Begun, inputs: CallInputs) -> tuple[CallOutcome, _Here | None]:
-        """The outcome of a call, and its tensors where it is executed."""
-        flow, call, stage = begun.flow, begun.call, begun.stage
-        if call.is_user_code and inputs.objects:
-            if flow.purpose == "generation":
-                return self._outcome_with_objects(begun, inputs)
-            flow.give(call.name, inputs.objects)
-        signature, entry = self.inference.look_up(call, inputs)
+    def _outcome(self, begun: _Begun, entry: CallOutcome | None) -> tuple[CallOutcome, _Here | None]:
+        """The outcome of a call, and its tensors where it is executed; entry: what is known of it."""
+        flow, call, stage, given, _ = begun
         if not flow.stages.is_local(stage):
             if entry is None:
                 entry = flow.announce(stage, _nothing)
-                self.inference.learn(signature, entry)
+                self.inference.learn(call, given, entry)
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
-        used = _tensors_here(begun)
-        # Autograd's count of writes: it shows a write in place also where the trial saw none.
-        versions = [version_of(each) for each in used]
-        result = self._run(begun, inputs, used, is_described=entry is not None)
+        here = self._run(begun, is_described=entry is not None)
         if entry is None:
-            written = [at for at, each in enumerate(used) if version_of(each) != versions[at]]
-            made_known = describe(
-                result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=False
-            )
+            made_known = describe(here.result, here.used, given.objects, call, here.written, has_known_shapes=False)
             entry = flow.announce(stage, lambda: made_known)
             # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
-            self.inference.learn(signature, made_known)
+            self.inference.learn(call, given, entry)
         elif entry.announces:
-            flow.announce(stage, lambda: numbers_and_texts_in(result))
-        here = _Here(result, used, tensors_in(result))
-        _check(begun, entry, here, is_example=not _all_known(entry, begun))
-        check_writes(call, entry, used, versions)
+            flow.announce(stage, lambda: numbers_and_texts_in(here.result))
+        _check(begun, entry, here)
         return entry, here
 
-    def _outcome_with_objects(self, begun: _Begun, inputs: CallInputs) -> tuple[CallOutcome, _Here | None]:
+    def _outcome_with_objects(self, begun: _Begun) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call that may change objects which it is given, and which outlive it: a cache that grows.
 
         It depends on all that they hold, so nothing of it is remembered. The rank of the stage says what it gave.
         """
-        flow, call, stage = begun.flow, begun.call, begun.stage
+        flow, call, stage, given, _ = begun
         # Those that a placed module made are on one rank only.
-        objects = [each for each in inputs.objects if not isinstance(each, Opaque) and id(each) not in flow.opaque]
+        objects = [each for each in given.objects if not isinstance(each, Opaque) and id(each) not in flow.opaque]
         if not flow.stages.is_local(stage):
             entry, changes, held = flow.announce(stage, _nothing)
             if changes is None:
-                self.inference.follow(call, inputs)
+                self.inference.follow(call, given)
             elif not put_changes(objects, changes, self.inference.hollow, flow.device):
                 held = "?"
             if held and held != state_text(objects):
@@ -244,66 +203,78 @@ class Executor:
                 )
             return entry, None
         before = ObjectContents(objects)
-        used = _tensors_here(begun)
-        versions = [version_of(each) for each in used]
-        result = self._run(begun, inputs, used, is_described=False)
-        written = [at for at, each in enumerate(used) if version_of(each) != versions[at]]
-        entry = describe(result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=True)
+        here = self._run(begun, is_described=False)
+        entry = describe(here.result, here.used, given.objects, call, here.written, has_known_shapes=True)
         changes = ObjectContents(objects).changes_since(before)
         held = state_text(objects) if changes is None else ""
         flow.announce(stage, lambda: (entry, changes, held))
-        return entry, _Here(result, used, tensors_in(result))
+        return entry, here
 
-    def _run(self, begun: _Begun, inputs: CallInputs, tensors: Sequence[torch.Tensor], *, is_described: bool) -> Any:
-        """The result of a call that is executed here."""
-        flow, call = begun.flow, begun.call
-        args, kwargs = inputs.filled(tensors, inputs.objects)
+    def _run(self, begun: _Begun, *, is_described: bool) -> _Here:
+        """Execute a call here."""
+        flow, call, _, given, _ = begun
+        used = _tensors_here(begun)
+        versions = [version_of(each) for each in used]
+        args, kwargs = given.filled(used, given.objects)
         # What a generation does to objects goes to the other ranks.
-        writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else inputs.objects)
+        writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else given.objects)
         try:
             # Where it could be tried, it was seen that it needs nothing of other stages.
             refusing = nullcontext() if is_described else self.foreign.refusing(call.name)
-            with self.aside(), inputs.lending(tensors), refusing:
+            with self.aside(), given.lending(used), refusing:
                 answer, records = call.run(args, kwargs)
-                return answer, records, writes.found()
+                return _Here.of((answer, records, writes.found()), used, versions)
         except Exception as error:
-            flow.ended = error
-            _note_place(error, begun)
+            _end(error, begun)
             raise
 
-    def _draw_alike(self, flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, *, is_local: bool) -> None:
+    def _draw_alike(self, begun: _Begun, *, is_local: bool) -> None:
         """Draw as many random numbers as the owner: the program goes on with the same stream on all ranks."""
+        flow, call, _, given, _ = begun
         if self.random.stream_ends_with_call():
             return
-        specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in inputs.tensors]
+        specs = [flow.shape_known(each) if isinstance(each, StageTensor) else None for each in given.tensors]
         # The shapes above are asked for on all ranks, for an announcement needs its sender: only then do ways part.
         if is_local:
             return
         zeros = [
             each if spec is None else torch.zeros(spec.shape, dtype=spec.dtype, device=flow.device)
-            for each, spec in zip(inputs.tensors, specs, strict=True)
+            for each, spec in zip(given.tensors, specs, strict=True)
         ]
-        args, kwargs = inputs.filled(zeros, inputs.objects)
+        args, kwargs = given.filled(zeros, given.objects)
         with torch.no_grad():
             call.run(args, kwargs)
 
+    def _deliver(self, begun: _Begun, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]) -> Any:
+        """The result as the program gets it, after hooks inside the module have been called."""
+        call, given = begun.call, begun.given
+        # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
+        if result is None:
+            answer, records, writes = filled(entry.skeleton, wrapped, given.objects)
+        else:
+            following = iter(wrapped)
+            answer, records, writes = transform(
+                result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
+            )
+        for number, key, value in writes:
+            # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
+            put_into(given.containers[number], key, value)
+        if records and isinstance(call, PlacedModule):
+            self.random.catch_up()  # hooks may draw, also on ranks that do not run the module
+            if changed := call.call_noted_hooks(records, answer):
+                raise ModelError(
+                    f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output. Hooks "
+                    "inside placed modules run after the whole module, on all ranks, and can only look. Put the change "
+                    "into the module, or place its parts one by one"
+                )
+        return answer
 
-def _inputs_of(
+
+def _begin(
     flow: MicrobatchFlow, call: StagedCall, stage: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CallInputs:
-    inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
-    # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and cross like
-    # any other value.
-    if isinstance(call, PlacedModule):
-        inputs.lend_attributes(call.values_set())  # of hooks before its forward
-    for module in inputs.modules:
-        if flow.stages.modules.get(module) not in (None, stage):
-            inputs.lend(module)
-    return inputs
-
-
-def _begin(flow: MicrobatchFlow, call: StagedCall, stage: int | None, given: CallInputs | SeenCall) -> _Begun:
+) -> _Begun:
     """Count a call; stage: None for the latest among its inputs."""
+    given = Arguments(flow, call, stage, args, kwargs)
     staged = [(at, each) for at, each in enumerate(given.tensors) if type(each) is StageTensor]
     if stage is None:
         # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
@@ -313,7 +284,7 @@ def _begin(flow: MicrobatchFlow, call: StagedCall, stage: int | None, given: Cal
         _refuse_custom_function(each)
     flow.enter(call.name, stage, given.numbers)
     # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape along.
-    return _Begun(flow, call, stage, given.tensors, {at: flow.to_stage(each, stage) for at, each in staged})
+    return _Begun(flow, call, stage, given, {at: flow.to_stage(each, stage) for at, each in staged})
 
 
 def _note_place(error: Exception, begun: _Begun) -> None:
@@ -323,15 +294,21 @@ def _note_place(error: Exception, begun: _Begun) -> None:
     )
 
 
-def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
+def _end(error: Exception, begun: _Begun) -> None:
+    """What is executed here has raised, and no other rank knows."""
+    begun.flow.ended = error
+    _note_place(error, begun)
+
+
+def _note_opaque(begun: _Begun, result: Any) -> None:
     """Remember objects that were made here: on other ranks an `Opaque` without contents stands for them."""
-    known = {id(each) for each in inputs.objects}
+    known = {id(each) for each in begun.given.objects}
 
     def note(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) and not is_plain(leaf) and id(leaf) not in known:
             # With the object itself, which keeps it alive: its id must not become that of another object in this
             # forward.
-            flow.opaque[id(leaf)] = leaf
+            begun.flow.opaque[id(leaf)] = leaf
         return leaf
 
     transform(result[0], note)
@@ -340,7 +317,7 @@ def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
 def _tensors_here(begun: _Begun) -> list[torch.Tensor]:
     """The tensors that a call takes where it is executed."""
     moved = begun.moved
-    tensors = [moved[at].local if at in moved else each for at, each in enumerate(begun.given)]
+    tensors = [moved[at].local if at in moved else each for at, each in enumerate(begun.given.tensors)]
     assert all(each is not None for each in tensors)
     return tensors  # type: ignore[return-value]
 
@@ -357,9 +334,10 @@ def _all_known(entry: CallOutcome, begun: _Begun) -> bool:
     return entry.has_known_shapes and all(map(_HAS_KNOWN_SHAPE, begun.moved.values()))
 
 
-def _check(begun: _Begun, entry: CallOutcome, here: _Here, *, is_example: bool) -> None:
-    """Check that the outputs are as all other ranks assume."""
+def _check(begun: _Begun, entry: CallOutcome, here: _Here) -> None:
+    """Check that outputs and writes are as all other ranks assume. A write that is left out does no harm."""
     flow, call, used, made = begun.flow, begun.call, here.used, here.made
+    is_example = not _all_known(entry, begun)
     if any(each.is_meta for each in made):
         raise ModelError(OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     fits = len(entry.outputs) == len(made) and all(
@@ -385,6 +363,12 @@ def _check(begun: _Begun, entry: CallOutcome, here: _Here, *, is_example: bool) 
             f"{call.name!r} gave an input that it wrote to before, and gives another tensor in microbatch "
             f"{flow.number}. Other stages rely on that ({user_site()}); return new tensors in both cases"
         )
+    memories = {storage_of(used[at]) for at in here.written}
+    if not memories <= {storage_of(used[at]) for at, _ in entry.written}:
+        raise ModelError(
+            f"{call.name!r} writes in place to an argument ({user_site()}), and before, for inputs of the same "
+            "shapes, it did not. Other stages rely on that; return the new values instead"
+        )
 
 
 def _described(specs: Sequence[Spec]) -> str:
@@ -397,8 +381,8 @@ def _described(specs: Sequence[Spec]) -> str:
 
 def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
     """The outputs as values of the stage."""
-    flow, call, stage, given, moved = begun
-    known = _all_known(entry, begun)
+    flow, call, stage, arguments, moved = begun
+    given, known = arguments.tensors, _all_known(entry, begun)
     lineages, module = _lineages(begun), _module_of(begun)
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
@@ -443,14 +427,14 @@ def _wrapped_one(begun: _Begun, spec: Spec, made: Sequence[torch.Tensor] | None)
 def _lineages(begun: _Begun) -> list[int]:
     """That of each input; 0 for those that are no values of a stage."""
     moved = begun.moved
-    return [moved[at].lineage if at in moved else 0 for at in range(len(begun.given))]
+    return [moved[at].lineage if at in moved else 0 for at in range(len(begun.given.tensors))]
 
 
 def _module_of(begun: _Begun) -> str:
     """The placed module from which a result comes; for an operation, that of its first input on the stage."""
     if begun.call.is_user_code:
         return begun.call.name
-    values = [each.value for each in begun.given if isinstance(each, StageTensor)]
+    values = [each.value for each in begun.given.tensors if isinstance(each, StageTensor)]
     return next((each.module for each in values if each.stage == begun.stage), values[0].module)
 
 
@@ -467,30 +451,6 @@ def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, 
         tensor.value = value  # the same object for the program, which goes on from where it has come to
     value.spec = spec  # requires_grad_(), unsqueeze_()
     return tensor
-
-
-def _deliver(
-    call: StagedCall, inputs: CallInputs, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]
-) -> Any:
-    """The result as the program gets it, after hooks inside the module have been called."""
-    # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
-    if result is None:
-        answer, records, writes = filled(entry.skeleton, wrapped, inputs.objects)
-    else:
-        following = iter(wrapped)
-        answer, records, writes = transform(
-            result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
-        )
-    for number, key, value in writes:
-        # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
-        put_into(inputs.containers[number], key, value)
-    if records and isinstance(call, PlacedModule) and (changed := call.call_noted_hooks(records, answer)):
-        raise ModelError(
-            f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output. Hooks inside "
-            "placed modules run after the whole module, on all ranks, and can only look. Put the change into the "
-            "module, or place its parts one by one"
-        )
-    return answer
 
 
 def _refuse_custom_function(tensor: StageTensor) -> None:
@@ -512,7 +472,7 @@ def _account_for_writes(begun: _Begun, entry: CallOutcome) -> None:
     if entry.writes_kept and isinstance(call, PlacedModule):
         flow.touch(f"{call.name}.")
     for at, spec in entry.written:
-        tensor = begun.given[at]
+        tensor = begun.given.tensors[at]
         if not isinstance(tensor, StageTensor):
             _write_to_plain(begun, tensor, spec)
             continue
@@ -574,46 +534,22 @@ def _write_to_plain(begun: _Begun, tensor: torch.Tensor, spec: Spec) -> None:
     flow.shade(tensor)
 
 
-def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Check that no other tensors were written to than all ranks assume. A write that is left out does no harm."""
-    written = [each for each, before in zip(used, versions, strict=True) if version_of(each) != before]
-    if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
-        raise ModelError(
-            f"{call.name!r} writes in place to an argument ({user_site()}), and before, for inputs of the same "
-            "shapes, it did not. Other stages rely on that; return the new values instead"
-        )
-
-
-def _note_doubts(begun: _Begun, entry: CallOutcome, here: _Here, wrapped: Sequence[torch.Tensor]) -> bool:
+def _note_doubts(begun: _Begun, entry: CallOutcome, here: _Here, wrapped: Sequence[torch.Tensor]) -> None:
     """Note where a result shares memory otherwise than all ranks assume.
 
     Strides, which decide it, depend on kernels that fake tensors may not know, and on shapes that only the owner knows.
-    Reading is right all the same; only a write in place would be seen elsewhere than in one process. Returns whether
-    there is no such place.
+    Reading is right all the same; only a write in place would be seen elsewhere than in one process.
     """
-    call, moved, used, made = begun.call, begun.moved, here.used, here.made
-    places = {storage_of(each): at for at, each in reversed(list(enumerate(used)))}
-    earlier: dict[int, int] = {}
-    is_alike = True
-    for at, (output, tensor) in enumerate(zip(entry.outputs, made, strict=True)):
-        storage = storage_of(tensor)
-        shares = (places.get(storage), earlier.get(storage))
-        earlier.setdefault(storage, at)
-        if output.view_of is not None:
-            is_right = storage_of(used[output.view_of]) == storage
-        elif output.shares_with is not None:
-            is_right = storage_of(made[output.shares_with]) == storage
-        else:
-            is_right = shares == (None, None)
-        value = wrapped[at]
-        is_alike &= is_right
+    call, moved = begun.call, begun.moved
+    for at, (is_right, shares) in enumerate(_sharing(entry, here.used, here.made)):
+        output, value = entry.outputs[at], wrapped[at]
         # Memory of its own where others assume a view: after a write they take the input for written too, and get what
         # it still has.
         is_safe = is_right or (output.same_as is None and shares == (None, None))
         if is_safe or not isinstance(value, StageTensor):
             continue
         if output.same_as is not None:
-            value.value.local = tensor
+            value.value.local = here.made[at]
         memories = [value.value.memory]
         memories += [moved[each].memory for each in (shares[0], output.view_of) if each is not None and each in moved]
         for memory in memories:
@@ -621,4 +557,58 @@ def _note_doubts(begun: _Begun, entry: CallOutcome, here: _Here, wrapped: Sequen
             # another rank would not know which further value shows the write. So only a write is refused, if one
             # ever comes.
             memory.doubt = f"{call.name!r} gave or was given on stage {value.value.stage}"
-    return is_alike
+
+
+def _sharing(
+    entry: CallOutcome, used: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+) -> list[tuple[bool, tuple[int | None, int | None]]]:
+    """Of each output, whether it shares memory as the entry says, and the input and the earlier output with which."""
+    memories, made_memories = [storage_of(each) for each in used], [storage_of(each) for each in made]
+    found = []
+    for at, (output, memory) in enumerate(zip(entry.outputs, made_memories, strict=True)):
+        earlier = made_memories.index(memory)
+        shares = memories.index(memory) if memory in memories else None, None if earlier == at else earlier
+        if output.view_of is not None:
+            is_right = memories[output.view_of] == memory
+        elif output.shares_with is not None:
+            is_right = made_memories[output.shares_with] == memory
+        else:
+            is_right = shares == (None, None)
+        found.append((is_right, shares))
+    return found
+
+
+def _plain_outputs(known: Known, result: Any, used: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The outputs in a result of tensors in tuples, where they are as all other ranks assume; else None."""
+    entry = known.outcome
+    assert entry is not None
+    made: list[torch.Tensor] = []
+    if not _takes_apart(entry.skeleton[0], result, made):
+        return None
+    for output, tensor in zip(entry.outputs, made, strict=True):
+        spec = output.spec
+        if (
+            tensor.shape != spec.shape
+            or tensor.dtype != spec.dtype
+            or tensor.requires_grad != spec.requires_grad
+            or tensor.is_meta
+            or (output.same_as is not None and tensor is not used[output.same_as])
+        ):
+            return None
+    if known.gives_one_new:
+        return None if storage_of(made[0]) in map(storage_of, used) else made
+    return made if all(is_right for is_right, _ in _sharing(entry, used, made)) else None
+
+
+def _takes_apart(template: Any, result: Any, made: list[torch.Tensor]) -> bool:
+    """Take the tensors out of a result; whether it is built like the template."""
+    if type(template) is TensorSlot:
+        made.append(result)
+        return type(result) is torch.Tensor
+    if template is None:
+        return result is None
+    return (
+        type(result) is tuple
+        and len(result) == len(template)
+        and all(_takes_apart(part, each, made) for part, each in zip(template, result, strict=True))
+    )

@@ -32,10 +32,9 @@ from shardwise.engine.forward.autograd_functions import functions_seen
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.forward.transforms import INSIDE_A_MODULE, refusal_of_transformed
-from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.calls import Executor
 from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
-from shardwise.engine.pipeline.infer import CallInference
+from shardwise.engine.pipeline.infer import Inference
 from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedOperation
@@ -146,14 +145,14 @@ def _refuse_layouts(part: Microbatch) -> None:
 class Glue(TorchFunctionMode):
     """Sees every torch function that is called between placed modules."""
 
-    def __init__(self, stages: Stages, inference: CallInference, replay: CallReplay, random: KeyedRandom) -> None:
+    def __init__(self, stages: Stages, inference: Inference, random: KeyedRandom) -> None:
         super().__init__()
         self.flow: MicrobatchFlow | None = None
         """The microbatch that this rank works on."""
         self.is_inside = False
         """A placed module runs on this rank: its tensors are plain ones."""
         self.executor = Executor(
-            inference=inference, replay=replay, random=random, foreign=ForeignParameters(stages.model), aside=self.aside
+            inference=inference, random=random, foreign=ForeignParameters(stages.model), aside=self.aside
         )
         self._stages = stages
 

@@ -1,43 +1,34 @@
-"""The outcome of a call, without executing it: tried once on fake tensors for every signature, and remembered.
+"""The outcome of a call, without executing it: tried once on fake tensors for every key, and remembered.
 
 Every rank tries for itself and all come to the same verdict, for they see the same program. Where trying fails (no
 kernel for fake tensors, shapes that depend on values) all know that the owner announces the shape of the outputs.
 
-    signature       (call.key(), modes of torch, structure of the arguments, spec of each tensor, other arguments)
-    not known  -->  try on fakes  -->  CallOutcome: every later call of this signature costs one look-up
+    key        see `arguments.py`
+    not known  -->  try on fakes  -->  CallOutcome: every later call of this key costs one look-up
                                   -->  None: the owner executes, describes what came out and announces it;
                                        later calls rely on numbers of outputs and dims, dtypes and gradients
 """
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.comm.nested_values import (
-    ObjectSlot,
-    TensorSlot,
-    containers_in,
-    contents_of,
-    filled,
-    is_plain,
-    transform,
-)
+from shardwise.comm.nested_values import ObjectSlot, TensorSlot, containers_in, contents_of, is_plain, transform
 from shardwise.engine.forward.randomness import KeyedRandom
-from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, token_of, user_site, with_numbers_and_texts
-from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
+from shardwise.engine.pipeline.arguments import Arguments, spec_of
+from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, user_site, with_numbers_and_texts
+from shardwise.engine.pipeline.stage_tensor import Spec
 from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
 from shardwise.engine.torch_private import function_modes, pop_function_mode, push_function_mode
 from shardwise.errors import ModelError
 
 # A program whose shapes never repeat would else fill the memory of every rank.
-_MAX_ENTRIES = 1 << 14
+_MAX_KNOWN = 1 << 14
 
 
 # Sharing is part of what a call gives: a write in place to one output has to reach, on every rank, whatever the
@@ -61,7 +52,7 @@ class OutcomeTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOutcome:
-    """The outcome of the calls of one signature."""
+    """The outcome of the calls of one key."""
 
     skeleton: Any
     """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors and
@@ -119,139 +110,68 @@ def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
     return {key: held for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, torch.Tensor)}
 
 
-class CallInputs:
-    """The arguments of a call, taken apart: tensors and objects by number, and all else."""
+class Known(NamedTuple):
+    """What is known of the calls of one key."""
 
-    def __init__(
-        self,
-        call: StagedCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        adopted: Callable[[Any], Any],
-        opaque: Container[int],
-    ) -> None:
-        self.tensors: list[torch.Tensor] = []
-        """Stage tensors and plain ones."""
-        self.objects: list[Any] = []
-        self.numbers: list[float | complex] = []
-        self.modules: list[nn.Module] = []
-        self.has_opaque = False
-        """Whether an object among them is known on one rank only, so that no rank can try the call."""
-        self.containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
-        """Lists, dicts and the like, as the program has them."""
-        self._lent: list[tuple[dict[str, Any], str, int]] = []
-        self._opaque = opaque
-        # By id, so that one tensor given twice is one input: a module may ask whether two inputs are one, and a
-        # write in place to the one shows in the other.
-        self._positions: dict[int, int] = {}
-        self._tokens: list[Hashable] = []
-        self._call = call
-        self._adopted = adopted
-        self.skeleton: tuple[tuple[Any, ...], dict[str, Any]] = transform((args, kwargs), self._take_apart)
+    outcome: CallOutcome | None
+    """None: the owner has to announce one."""
+    is_plain: bool
+    """It is tensors in tuples alone, and nothing is written: that the owner can check with few calls of Python."""
+    gives_one_new: bool
+    """It is one tensor that shares no memory."""
 
-    def _take_apart(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            leaf = self._adopted(leaf)
-            at = self._positions.setdefault(id(leaf), len(self.tensors))
-            if at == len(self.tensors):
-                self.tensors.append(leaf)
-            self._tokens += (at, spec_of(leaf))
-            return TensorSlot(at)
-        if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
-            self.has_opaque = True
-            self._tokens.append("opaque")
-            self.objects.append(leaf)
-            return ObjectSlot(len(self.objects) - 1)
-        if isinstance(leaf, int | float | complex):
-            self.numbers.append(leaf)
-        # `h * 0.37` gives the shape of `h * 0.36`: a factor that changes in every step must not be a new signature
-        # each time.
-        is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
-        self._tokens.append((type(leaf),) if is_number else token_of(leaf))
-        if isinstance(leaf, nn.Module):
-            self.modules.append(leaf)
-        if is_plain(leaf) or callable(leaf):
-            return leaf
-        self.objects.append(leaf)
-        return ObjectSlot(len(self.objects) - 1)
-
-    def lend(self, module: nn.Module) -> None:
-        """Let the parameters and buffers of a module of another stage come along: the call is given that module."""
-        for each in module.modules():
-            for held in (each._parameters, each._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        self._lent.append((held, key, self._take_apart(tensor).number))
-
-    def lend_attributes(self, places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Let values of stages that are attributes of the module come along."""
-        self._lent += [(held := vars(module), key, self._take_apart(held[key]).number) for module, key in places]
-
-    @contextmanager
-    def lending(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Modules of other stages have the tensors that came along with them."""
-        saved = [held[key] for held, key, _ in self._lent]
-        for held, key, at in self._lent:
-            held[key] = tensors[at]
-        try:
-            yield
-        finally:
-            for (held, key, _), tensor in zip(self._lent, saved, strict=True):
-                held[key] = tensor
-
-    def signature(self, device: torch.device) -> Hashable:
-        """Equal where outputs have equal descriptions."""
-        return (self._call.key(), around_of(device.type), _structure(self.skeleton), tuple(self._tokens))
-
-    def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors and objects."""
-        args, kwargs = filled(self.skeleton, tensors, objects, fresh=self._call.is_user_code)
-        return args, kwargs
+    @classmethod
+    def of(cls, outcome: CallOutcome | None, call: StagedCall) -> "Known":
+        """What an outcome says of the calls of its key."""
+        if outcome is None or outcome.written or outcome.announces or not outcome.has_known_shapes or call.draws:
+            return cls(outcome, False, False)
+        answer, records, writes = outcome.skeleton
+        is_plain = not records and not writes and _is_tuple_of_slots(answer)
+        return cls(outcome, is_plain, is_plain and type(answer) is TensorSlot and outcome.outputs[0].is_new)
 
 
-class CallInference:
-    """The entries of one rank."""
+def _is_tuple_of_slots(value: Any) -> bool:
+    return value is None or type(value) is TensorSlot or (type(value) is tuple and all(map(_is_tuple_of_slots, value)))
+
+
+class Inference:
+    """The outcomes of calls that one rank knows."""
 
     def __init__(self, device: torch.device, random: KeyedRandom) -> None:
         self.device = device
         self.num_tried = 0
-        """Signatures that were tried on fake tensors."""
+        """Keys that were tried on fake tensors."""
         self.num_lookups = 0
-        self.alike: dict[int, CallOutcome] = {}
-        """Entries, by id, for which this rank saw that results share memory as the entry says."""
-        self._entries: dict[Hashable, CallOutcome | None] = {}
+        self.num_replayed = 0
+        """Look-ups of outcomes that are plain."""
+        self._known: dict[Hashable, Known] = {}
         self._fakes = Fakes(device)
         self._random = random
 
-    def look_up(self, call: StagedCall, inputs: CallInputs) -> tuple[Hashable, CallOutcome | None]:
-        """The signature and its entry; None where the owner has to announce one."""
-        signature = inputs.signature(self.device)
+    def look_up(self, call: StagedCall, given: Arguments) -> Known:
+        """What is known of a call; tries it, the first time."""
         self.num_lookups += 1
-        try:
-            return signature, self._entries[signature]
-        except KeyError:
-            pass
-        if len(self._entries) >= _MAX_ENTRIES:  # alike on all ranks, which see the same signatures
-            self._entries.clear()
-            self.alike.clear()
+        if (known := self._known.get(given.key)) is not None:
+            return known
+        if len(self._known) >= _MAX_KNOWN:  # alike on all ranks, which see the same keys
+            self._known.clear()
         self.num_tried += 1
-        entry = None if inputs.has_opaque else self._try(call, inputs)
-        self._entries[signature] = entry
-        return signature, entry
+        return self.learn(call, given, None if given.has_opaque else self._try(call, given, None))
 
-    def learn(self, signature: Hashable, entry: CallOutcome) -> None:
-        """Remember the entry that the owner announced."""
-        self._entries[signature] = entry
+    def learn(self, call: StagedCall, given: Arguments, outcome: CallOutcome | None) -> Known:
+        """Remember the outcome that was tried, or that the owner announced."""
+        known = self._known[given.key] = Known.of(outcome, call)
+        return known
 
-    def follow(self, call: StagedCall, inputs: CallInputs) -> None:
+    def follow(self, call: StagedCall, given: Arguments) -> None:
         """Do to the objects that a call is given, and which another rank executes, what fake tensors show."""
-        self._try(call, inputs, inputs.objects)
+        self._try(call, given, given.objects)
 
     def hollow(self, spec: Spec) -> torch.Tensor:
         """A tensor of this description without elements, which operations take for a real one."""
         return self._fakes.hollow(spec)
 
-    def _try(self, call: StagedCall, inputs: CallInputs, objects: Sequence[Any] | None = None) -> CallOutcome | None:
+    def _try(self, call: StagedCall, given: Arguments, objects: Sequence[Any] | None) -> CallOutcome | None:
         """`objects`: in the place of those among the inputs; None: copies of them."""
         # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
         # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
@@ -261,15 +181,15 @@ class CallInference:
             # trial happens on the first of many equal calls only and a stream has to go on alike in all of them.
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
-                tensors = [self._fakes.input(spec_of(each)) for each in inputs.tensors]
+                tensors = [self._fakes.input(spec_of(each)) for each in given.tensors]
                 if objects is None:
                     with _CopiesHoldFakes(self._fakes):
                         # A trial may change an object that it is given (a cache that grows). Copies are thrown away.
-                        objects = [copy.deepcopy(each) for each in inputs.objects]
+                        objects = [copy.deepcopy(each) for each in given.objects]
                 memories = [storage_of(each) for each in tensors]
-                args, kwargs = inputs.filled(tensors, objects)
+                args, kwargs = given.filled(tensors, objects)
                 writes = Writes(call, args, kwargs, objects)
-                with inputs.lending(tensors):
+                with given.lending(tensors):
                     answer, records = call.try_on_fakes(self._fakes, args, kwargs)
                 result = (answer, records, writes.found())
                 written = [
@@ -280,9 +200,7 @@ class CallInference:
                     if memory in trial.written or storage_of(each) != memory
                 ]
                 writes_kept = not trial.kept.isdisjoint(trial.written)
-                return describe(
-                    result, tensors, objects, call, written=written, writes_kept=writes_kept, has_known_shapes=True
-                )
+                return describe(result, tensors, objects, call, written, has_known_shapes=True, writes_kept=writes_kept)
         except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
             return None
         finally:
@@ -309,12 +227,12 @@ def describe(
     tensors: Sequence[torch.Tensor],
     objects: Sequence[Any],
     call: StagedCall,
-    *,
     written: Sequence[int],
-    writes_kept: bool,
+    *,
     has_known_shapes: bool,
+    writes_kept: bool = True,
 ) -> CallOutcome:
-    """The entry of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
+    """The outcome of a call that was executed on `tensors` and `objects`, and wrote to those of them in `written`."""
     outputs: list[OutcomeTensor] = []
     # Reversed, so that the first of several inputs that share memory wins: the same one on all ranks.
     places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
@@ -352,27 +270,3 @@ def describe(
         has_known_shapes=has_known_shapes,
         announces=bool(numbers_and_texts_in(result)),
     )
-
-
-def spec_of(tensor: torch.Tensor) -> Spec:
-    """The description of a tensor, or of the value that it stands for."""
-    return tensor.value.spec if isinstance(tensor, StageTensor) else Spec.of(tensor)
-
-
-def around_of(kind: str) -> Hashable:
-    """What decides outcomes apart from the call, on a kind of device: settings of torch for this thread."""
-    # Regions of autocast on the CPU count on every device: buffers of modules may be there.
-    is_cast = torch.is_autocast_enabled(kind) or (kind != "cpu" and torch.is_autocast_enabled("cpu"))
-    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
-    if not is_cast:
-        return modes
-    kinds = dict.fromkeys((kind, "cpu"))
-    return (*modes, *[torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in kinds])
-
-
-def _structure(value: Any) -> Hashable:
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_structure, value))
-    if isinstance(value, dict):
-        return (type(value), *((key, _structure(each)) for key, each in value.items()))
-    return (type(value),)

@@ -6,12 +6,26 @@
 
 Which values cross is seen in a forward, not declared. So the first microbatch of all goes ahead of any schedule, and
 its forwards are left out of the order that follows.
+
+2 stages on 2 ranks, 3 microbatches, `1f1b`; v0 is the value that crosses in microbatch 0, g0 its gradient:
+
+    rank 0 has first                                      rank 1 has second
+    F0  h = first(x) executed                             F0  h = first(x) inferred
+        y = second(h) inferred             v0 -->             y = second(h) executed, the loss too
+    F1  the same                           v1 -->         B0  from the loss to where v0 arrived
+    B0  from where v0 departed, waits      <-- g0
+    F2  the same                           v2 -->         F1  takes v1, which came long ago;  B1
+    B1  waits                              <-- g1
+                                                          F2, B2
+    B2  waits                              <-- g2         its gradients are complete
+
+`F` runs the program's whole forward on its rank, `B` autograd from the roots of one stage. The loss is on rank 1 only.
 """
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,23 +34,23 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
-from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, NoMoreMicrobatches, See, Weight
+from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, NoMoreMicrobatches, See, Weight, scaled_loss
 from shardwise.engine.forward.passes import UnevenMicrobatches
 from shardwise.engine.forward.randomness import KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
-from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
+from shardwise.engine.pipeline.forward_threads import Abandoned, ForwardThread
 from shardwise.engine.pipeline.glue import Glue, LossOf
-from shardwise.engine.pipeline.infer import CallInference
+from shardwise.engine.pipeline.infer import Inference
 from shardwise.engine.pipeline.mailbox import SAME_FORWARD, Mailbox
 from shardwise.engine.pipeline.outermost_calls import OutermostCalls, given_to_all
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
+from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.ties import Chain, StageTies
-from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, here
 from shardwise.engine.pipeline.transfers import MicrobatchFlow, Paths, Purpose
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
-from shardwise.errors import StageReadsWarning
+from shardwise.errors import ModelError, StageReadsWarning
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after
 from shardwise.plan.schedules import Action, Schedule, make_schedule
@@ -64,18 +78,21 @@ class PipelineRunner:
         """Which module and parameter is on which stage."""
         self.chains = chains
         self.mailbox = Mailbox(channel)
-        self.inference = CallInference(channel.device, random)
-        self.replay = CallReplay(channel.device)
+        self.inference = Inference(channel.device, random)
         self.schedule: Schedule | None = None
         """The schedule of the last step, as it was run."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
         self.num_reads = 0
         """Values that programs read between modules so far; the stage of each gave it to all ranks."""
-        self._glue = Glue(self.stages, self.inference, self.replay, random)
+        self._glue = Glue(self.stages, self.inference, random)
         self.recorder = SpanRecorder(channel.rank, channel.device)
         """Records this rank's forwards, backwards and waits."""
         self._kinds = kinds
+        self._random = random
+        self._ties = ties
+        self._chains: Sequence[Chain] = chains
+        """Of the parameters that are trained at present."""
         self._channel = channel
         self._pipeline = pipeline
         self._schedules: dict[tuple[int, Paths, bool], Schedule] = {}
@@ -87,16 +104,6 @@ class PipelineRunner:
         self._has_warned = False
         self._memories: dict[TrainedSet, tuple[Paths, bool, bool]] = {}
         """What was known of the forwards when another set of parameters was trained: they may take other paths."""
-        self._equipment = Equipment(
-            stages=self.stages,
-            glue=self._glue,
-            random=random,
-            ties=ties,
-            chains=chains,
-            kinds=kinds,
-            recorder=self.recorder,
-            begin_flow=partial(self._begin_flow, "step"),
-        )
         random.skipped = {each.module for each in self.stages.units if not self.stages.is_local(each.stage)}
         for unit in self.stages.units:
             unit.put_on(self._glue.on_module)
@@ -143,7 +150,7 @@ class PipelineRunner:
         for unit in self.stages.units:
             with DisableTorchFunctionSubclass():  # at rest or not
                 unit.frozen = tuple(name for name, each in unit.module.named_parameters() if not each.requires_grad)
-        self._equipment = replace(self._equipment, chains=[chain for chain in self.chains if chain.name in trained])
+        self._chains = [chain for chain in self.chains if chain.name in trained]
         if self._kinds is not None:
             self._kinds.turn_to(trained)
 
@@ -169,7 +176,7 @@ class PipelineRunner:
         if not parts:
             return []
         self.mailbox.begin(len(parts))
-        step = TrainingStep(self._equipment, parts, factors, loss_of, streams, gradient_of, rounds)
+        step = TrainingStep(self, parts, factors, loss_of, streams, gradient_of, rounds)
         try:
             self._run(step, before_last_backward)
             self._end(list(step.flows.values()))
@@ -177,7 +184,6 @@ class PipelineRunner:
             if self._kinds is not None:
                 self._kinds.end()
         finally:
-            self.peak_in_flight = max(self.peak_in_flight, step.peak_in_flight)
             self._glue.flow = None
             # After an error too: parked forwards are threads that would wait forever, and graphs hold all
             # activations.
@@ -235,7 +241,7 @@ class PipelineRunner:
             self.mailbox.forget()
         return losses
 
-    def _run(self, step: TrainingStep, before_last_backward: Callable[[], None]) -> None:
+    def _run(self, step: "TrainingStep", before_last_backward: Callable[[], None]) -> None:
         """All actions of this rank in a step."""
         rank, k, in_turn = self.stages.rank, len(step.losses), step.goes_one_by_one
         stages = range(rank, self.placement.num_stages, self.stages.num_ranks)
@@ -330,3 +336,154 @@ class PipelineRunner:
                 StageReadsWarning,
                 stacklevel=4,
             )
+
+
+@dataclass
+class TrainingStep:
+    """The microbatches of a step, from the beginning of their forwards to the end of their backwards."""
+
+    runner: PipelineRunner
+    parts: Sequence[Microbatch]
+    factors: Sequence[Weight]
+    loss_of: LossOf
+    streams: Sequence[Stream | None]
+    gradient_of: Callable[[torch.Tensor], torch.Tensor | None]
+    rounds: UnevenMicrobatches
+
+    def __post_init__(self) -> None:
+        device = self.runner.stages.device
+        self.flows: dict[int, MicrobatchFlow] = {}
+        self.losses = [MicrobatchLoss(each, {}) for each in torch.zeros(len(self.parts), device=device).unbind()]
+        """Of each microbatch, where this rank has it, else zero."""
+        self.goes_one_by_one = self.rounds.go_one_by_one(self.runner.stages.num_chunks)
+        """Whether microbatches are computed one after the other, whatever the schedule says."""
+        self._given: dict[int, Microbatch] = {}
+        """Those that had their turn, and are not computed yet."""
+        self._turns: dict[int, ForwardThread] = {}
+        """The forwards that park between the stages of this rank."""
+        # Autograd wants one of the right form for each root, and a departure ignores it.
+        self._no_gradient = torch.zeros((), dtype=torch.float32, device=device)
+
+    def forward(self, number: int, stage: int) -> None:
+        """The forward of a microbatch up to the end of its work on a stage."""
+        if number not in self.flows:
+            self._given[number] = self.parts[number]
+        if self.goes_one_by_one:
+            self.rounds.begin(number)
+        with self.runner.recorder.noting("F", number, stage):
+            if number not in self.flows:
+                self._start(number)
+            flow = self.flows[number]
+            flow.begin(stage)
+            with self.runner._glue.current(flow):
+                if number in self._turns:
+                    self._turns[number].advance()
+                else:
+                    self._run(number)
+
+    def backward(self, number: int, stage: int) -> None:
+        """The backward of a microbatch on a stage."""
+        runner, flow = self.runner, self.flows[number]
+        graphs = flow.take_graphs(stage)
+        # Where a rank's stages are one graph, the first backward of the microbatch is that of all of them.
+        covers_all, has_passed = flow.steps_back, flow.steps_back and not graphs
+        if not has_passed:
+            self.rounds.begin(number)
+        # One call for all roots, so that autograd orders their nodes: the last made first, as in one process.
+        roots = [root for graph in graphs for root in graph.roots]
+        losses = [graph.loss for graph in graphs if graph.loss is not None]
+        gradients = [self._no_gradient] * len(roots) + [self.gradient_of(loss) for loss in losses]
+        roots += losses
+        if roots and runner._kinds is not None:
+            flow.trace = runner._kinds.trace(graphs)
+        with runner.recorder.noting("B", number, stage), runner._glue.current(flow):
+            if roots:
+                try:
+                    self.rounds.passes.begin_backward_of(roots)
+                    with runner._random.in_backward_of(roots):
+                        torch.autograd.backward(roots, gradients)
+                except Exception as error:
+                    error.add_note(
+                        f"shardwise: in the backward of microbatch {number} of {len(self.parts)} on stage {stage} "
+                        f"(rank {runner.stages.rank} of the pipeline)"
+                    )
+                    raise
+            # A value that arrived and was not used in the end has no node that ran, but its sender waits for an
+            # answer.
+            flow.return_nothing()
+            # Once autograd has returned, this rank adds nothing more to the parameter: the stage before may continue
+            # the sum.
+            for link in [link for graph in graphs for link in graph.links]:
+                flow.return_gradient(link.crossing, runner._ties.hand_down(link.name))
+            if flow.trace is not None and runner._kinds is not None:
+                runner._kinds.learn(flow.trace)
+                flow.trace = None
+            if not has_passed:
+                self.rounds.done(None if covers_all else stage)
+        # The graphs hold activations: they are let go now, not when the next backward overwrites these names.
+        roots.clear()
+        for graph in graphs:
+            graph.clear()
+        if not flow.graphs:
+            flow.close()
+
+    def close(self) -> None:
+        """Let go of everything, also of forwards that will not go on."""
+        for number, turn in self._turns.items():
+            self.flows[number].ended = Abandoned()
+            turn.abandon()
+        for flow in self.flows.values():
+            flow.close()
+
+    def _start(self, number: int) -> None:
+        in_flight = sum(bool(each.graphs) for each in self.flows.values()) + 1
+        self.runner.peak_in_flight = max(self.runner.peak_in_flight, in_flight)
+        self.flows[number] = flow = self.runner._begin_flow("step", number, self.streams[number])
+        if self.runner.stages.num_chunks > 1:
+            self._turns[number] = turn = ForwardThread(partial(self._run_apart, number), flow.device)
+            flow.park = turn.park
+
+    def _run_apart(self, number: int) -> None:
+        """The forward in a new thread."""
+        with self.runner._random.in_this_thread():
+            self._run(number)
+
+    def _run(self, number: int) -> None:
+        """The user's forward, from its beginning to its loss."""
+        runner, flow, factor = self.runner, self.flows[number], self.factors[number]
+        try:
+            found = runner._glue.run(self.loss_of, self._given.pop(number))
+            loss = found.loss
+            if not isinstance(loss, StageTensor) or not loss.requires_grad:
+                raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
+            scaled = scaled_loss(loss, factor)
+            assert isinstance(scaled, StageTensor)
+        except Exception as error:
+            error.add_note(
+                f"shardwise: in the forward of microbatch {number} of {len(self.parts)}, after {flow.last!r}"
+            )
+            raise
+        # With more microbatches, one process adds all uses of the first one before those of the second; a rank adds
+        # the microbatches of its own uses first. The order differs anyway then, and sums travel once per update
+        # instead.
+        if len(self.parts) == 1 and runner.stages.num_chunks == 1:
+            for chain in runner._chains:
+                flow.link(runner._ties, chain)
+        if runner.stages.is_local(scaled.value.stage):
+            flow.graph(scaled.value.stage).loss = scaled.value.local
+        self.losses[number] = here(found, runner.stages)
+
+
+def here(found: MicrobatchLoss, stages: Stages) -> MicrobatchLoss:
+    """A loss, and what else is reported with it, where this rank has them, else zero; without a graph."""
+
+    def value_here(value: Any) -> Any:
+        if isinstance(value, StageTensor):
+            local = value.value.local
+            return torch.zeros((), device=stages.device) if local is None else local.detach()
+        # What is no value of a stage (a constant) is the same on all ranks: one of them counts it.
+        if stages.rank:
+            return torch.zeros((), device=stages.device)
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return found.detached(value_here)

@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -166,33 +166,6 @@ _ARITHMETIC = frozenset(
 ) | {"div", "rsub", "clamp", "where", "masked_fill", "lt", "le", "gt", "ge", "eq", "ne"}
 
 
-class StagedCall(Protocol):
-    """Something that is executed on one stage."""
-
-    name: str
-    draws: bool
-    """Whether it draws random numbers from the stream of the code around it."""
-    is_user_code: bool
-    """Whether it is code of the user's, which may fill lists and dicts that it is given, and give any numbers."""
-    ignores_numbers: bool
-    """Whether Python numbers among the inputs change nothing but the elements of the outputs."""
-
-    def key(self) -> Hashable:
-        """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
-
-    def identity(self) -> Hashable | None:
-        """Equal for the same call in the same state: modes and hooks. None: it has to be run with records of hooks."""
-
-    def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it: the result. Its identity is known."""
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it: (result, records of inner hooks)."""
-
-    def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it on fake tensors, with nothing left behind."""
-
-
 class StagedOperation:
     """A torch function between placed modules."""
 
@@ -201,33 +174,28 @@ class StagedOperation:
     def __init__(self, function: Callable[..., Any], *, draws: bool) -> None:
         self.function = function
         self.draws = draws
+        """Whether it draws random numbers from the stream of the code around it."""
         self.name = getattr(function, "__name__", str(function))
         # Of a slice or a `view` the numbers decide the shape; of arithmetic they do not. `strip`: `mul_` and
         # `__mul__` too.
         self.ignores_numbers = self.name.strip("_") in _ARITHMETIC
+        """Whether Python numbers among the inputs change nothing but the elements of the outputs."""
 
     def key(self) -> Hashable:
-        """See `StagedCall`."""
-        return self.function
-
-    def identity(self) -> Hashable:
-        """See `StagedCall`."""
+        """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
         return self.function
 
     def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`."""
+        """Execute it: the result."""
         return self.function(*args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`."""
+        """Execute it: (result, no records of hooks)."""
         return self.run_plainly(args, kwargs), ()
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`."""
-        return self.function(*args, **kwargs), ()
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+        """Execute it on fake tensors."""
+        return self.run(args, kwargs)
 
 
 OnModule = Callable[["PlacedModule", tuple[Any, ...], dict[str, Any]], Any]
@@ -239,6 +207,7 @@ class PlacedModule(OfEngine):
 
     place = Place.STAGE
     is_user_code = True
+    """It may fill lists and dicts that it is given, and give any numbers."""
     draws = False  # from a stream of its own only
     ignores_numbers = False
 
@@ -250,15 +219,11 @@ class PlacedModule(OfEngine):
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
         self.frozen: tuple[str, ...] = ()
         """Parameters inside without `requires_grad` at present, which decides what needs a gradient."""
-        self._outline: tuple[object, ...] = ()
-        """The names of its attributes, and the numbers of its hooks before a forward, when they were last looked at."""
-        self._own_names: list[str] = []
-        """Attributes that may be values of a stage."""
-        self._has_foreign_hooks = False
-        """Whether hooks before a forward are the user's, which may set some."""
         self._state: list[Any] = []
-        self._identity: Hashable | None = None
+        self._key: Hashable = None
         """In that state."""
+        self._has_users_hooks: tuple[bool, tuple[int, ...]] = (False, ())
+        """Whether a hook before its forward is the user's, and the numbers of those that were asked."""
 
     def put_on(self, on_call: OnModule) -> None:
         """Let `on_call` have the calls of the module."""
@@ -270,36 +235,19 @@ class PlacedModule(OfEngine):
         return self._on_call(self, args, kwargs)
 
     def key(self) -> Hashable:
-        """See `StagedCall`. Layers that only differ in their number and their values are alike."""
-        # Hooks come and go between calls. Their number decides which records a call gives, so it is part of the
-        # signature.
-        hooked = tuple((at, len(forward_hooks(each))) for at, each in self._hooked())
-        return (self._structure, self.frozen, tuple(each.training for each in (self.module, *self.inner)), hooked)
-
-    def identity(self) -> Hashable | None:
-        """See `StagedCall`."""
-        attributes = vars(self.module)
-        outline = (*attributes, *forward_pre_hooks(self.module))
-        if outline != self._outline:
-            self._outline = outline
-            self._own_names = [key for key in attributes if key not in _OF_EVERY_MODULE]
-            self._has_foreign_hooks = not all(map(is_ours, forward_pre_hooks(self.module).values()))
-        may_have = self._has_foreign_hooks or StageTensor in map(type, map(attributes.get, self._own_names))
-        if may_have and self.values_set():
-            return None
-        # By attributes: torch counts no changes of modes and hooks. A hook has a number that no other one gets, so
-        # numbers show hooks that were put on, taken off and exchanged, also those before a forward.
-        state: list[Any] = [self.module.training, self.frozen]
+        """Equal for layers that only differ in their number and their values, in equal modes, with as many hooks."""
+        # By attributes: torch counts no changes of modes and hooks. A hook has a number that no other one gets.
+        state: list[Any] = [self.frozen, self.module.training]
         for each in self.inner:
             state.append(each.training)
-            if forward_hooks(each):
-                state.append(tuple(forward_hooks(each)))
-            if forward_pre_hooks(each):
-                state.append(tuple(forward_pre_hooks(each)))
-        if state != self._state or self._identity is None:
-            self._state = state
-            self._identity = None if self._hooked() else (self, *state)
-        return self._identity
+            if hooks := forward_hooks(each):
+                state.append(tuple(hooks))
+        if state != self._state:
+            # Their number decides which records a call gives.
+            hooked = tuple((at, len(forward_hooks(each))) for at, each in self._hooked())
+            modes = (self.module.training, *(each.training for each in self.inner))
+            self._state, self._key = state, (self._structure, self.frozen, modes, hooked)
+        return self._key
 
     def values_set(self) -> list[tuple[nn.Module, str]]:
         """Attributes that were set to values of a stage before the call: a hook makes a weight of others, say.
@@ -307,26 +255,30 @@ class PlacedModule(OfEngine):
         Such a hook is called on all ranks, and what it computes is executed on the stage of its parameters.
         """
         hooks = forward_pre_hooks(self.module)
-        whole = [self.module] if all(map(is_ours, hooks.values())) else [self.module, *self.inner]
+        if (numbers := tuple(hooks)) != self._has_users_hooks[1]:
+            self._has_users_hooks = (not all(map(is_ours, hooks.values())), numbers)
+        whole = [self.module, *self.inner] if self._has_users_hooks[0] else [self.module]
         for each in whole:
-            if key := next((key for key, held in each._buffers.items() if type(held) is StageTensor), None):
+            if StageTensor in map(type, each._buffers.values()):
+                key = next(key for key, held in each._buffers.items() if type(held) is StageTensor)
                 raise ModelError(
                     f"a hook before the forward of {self.name!r} puts a value of a stage into the buffer {key!r}, "
                     "which other ranks do not have. Write to the buffer in place (copy_), or do it in the forward"
                 )
-        return [(each, key) for each in whole for key, held in vars(each).items() if type(held) is StageTensor]
+        holders = [each for each in whole if StageTensor in map(type, vars(each).values())]
+        return [(each, key) for each in holders for key, held in vars(each).items() if type(held) is StageTensor]
 
     def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`."""
+        """Execute it: the result. Nobody has hooks inside."""
         return self.forward(*args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`."""
+        """Execute it: (result, records of inner hooks)."""
         with self._recording() as records:
             return self.forward(*args, **kwargs), tuple(records)
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `StagedCall`. Writes of forward into the module itself are taken back."""
+        """Execute it on fake tensors. Writes of forward into the module itself are taken back."""
         whole = [self.module, *self.inner]
         # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
         # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
@@ -360,7 +312,7 @@ class PlacedModule(OfEngine):
         places: list[tuple[dict[str, Any], str, Any]] = []
         for at, each in hooked:
             recorders = [
-                (number, hook if is_ours(hook) else _recorder(records, at, position, number, each))
+                (number, hook if is_ours(hook) else _recorder(records, at, position))
                 for position, (number, hook) in enumerate(forward_hooks(each).items())
             ]
             places.append((vars(each), FORWARD_HOOKS, OrderedDict(recorders)))
@@ -369,7 +321,8 @@ class PlacedModule(OfEngine):
 
     def _hooked(self) -> list[tuple[int, nn.Module]]:
         """The modules inside that have hooks of others, by position; hooks come and go."""
-        return [(at, each) for at, each in enumerate(self.inner) if forward_hooks(each) and _foreign_hooks(each)]
+        # Casts and random streams belong to the module itself and run with it.
+        return [(at, each) for at, each in enumerate(self.inner) if not all(map(is_ours, forward_hooks(each).values()))]
 
     def call_noted_hooks(self, records: Sequence[Any], answer: Any) -> str:
         """Call the hooks that were noted, in order; the name of a module whose hook changes what the rest of the module
@@ -388,27 +341,20 @@ class PlacedModule(OfEngine):
         return ""
 
 
+StagedCall: TypeAlias = StagedOperation | PlacedModule
+"""Something that is executed on one stage."""
+
+
 def _staged(nested: Any) -> list[StageTensor]:
     return [each for each in tensors_in(nested) if isinstance(each, StageTensor)]
 
 
-def _recorder(records: list[Any], at: int, position: int, number: int, module: nn.Module) -> Callable[..., None]:
-    if number in hooks_with_keywords(module):
-
-        def note_keywords(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            records.append((at, position, args, kwargs, output))
-
-        return note_keywords
-
-    def note(_: nn.Module, args: Any, output: Any) -> None:
-        records.append((at, position, args, None, output))
+def _recorder(records: list[Any], at: int, position: int) -> Callable[..., None]:
+    def note(_: nn.Module, args: Any, *more: Any) -> None:
+        *kwargs, output = more
+        records.append((at, position, args, kwargs[0] if kwargs else None, output))
 
     return note
-
-
-def _foreign_hooks(module: nn.Module) -> bool:
-    # Casts and random streams belong to the module itself and run with it.
-    return not all(map(is_ours, forward_hooks(module).values()))
 
 
 def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.engine.pipeline.training_steps import ForwardThread
+from shardwise.engine.pipeline.forward_threads import ForwardThread
 from tests.covering import covering
 from tests.engine.formed import several
 from tests.oracle.comparison import assert_trains_like_one_process

@@ -1,0 +1,127 @@
+"""Forwards that stop between the stages of their rank, so that other microbatches have their turn on it.
+
+    scheduler   advance ........................ advance ....
+    forward             runs ... park                    runs ... end
+
+A forward parks before it works on a stage whose action has not begun. It runs in a thread: grad mode and autocast
+belong to a thread in torch, and no other way leaves a forward in the middle of a user's code. What torch keeps for the
+caller's thread (modes, autocast, hooks of saved tensors) holds in the threads of forwards too.
+"""
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from shardwise.engine.torch_private import (
+    dispatch_modes,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    top_saved_hooks,
+)
+
+
+# No `Exception`: the user's forward may catch those, and would go on with a step that has failed.
+class Abandoned(BaseException):
+    """Unwinds a parked forward that will not be continued."""
+
+
+class ForwardThread:
+    """One forward."""
+
+    def __init__(self, body: Callable[[], None], device: torch.device) -> None:
+        self._body = body
+        self._error: BaseException | None = None
+        # Two semaphores, so that exactly one thread runs at a time: nothing that a rank keeps needs a lock.
+        self._go, self._stop = threading.Semaphore(0), threading.Semaphore(0)
+        self._has_ended = False
+        self._is_abandoned = False
+        self._around = _ThreadState(device)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="forward", daemon=True)
+        self._thread.start()
+
+    def advance(self) -> None:
+        """Let the forward run until it parks or ends; raises its error again."""
+        if self._has_ended:
+            return
+        self._go.release()
+        self._stop.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def park(self) -> None:
+        """Called in the forward: let the scheduler go on until it advances this one again."""
+        # Nobody advances one that was abandoned, and is still in a `finally` of the user's.
+        if self._is_abandoned:
+            raise Abandoned
+        self._stop.release()
+        self._go.acquire()
+        if self._is_abandoned:
+            raise Abandoned
+
+    def abandon(self) -> None:
+        """End a forward that is parked, or has ended."""
+        if not self._has_ended:
+            self._is_abandoned = True
+            self._go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._is_abandoned:
+                with self._around.taken_over():
+                    self._body()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._has_ended = True
+            self._stop.release()
+
+
+class _ThreadState:
+    """The state of a thread in torch that forwards depend on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_threads = torch.get_num_threads()
+        # A new thread has the first device as its current one, and the default stream of each.
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
+        self._saving = top_saved_hooks(True)
+        self._function_modes = function_modes()
+        self._dispatch_modes = dispatch_modes()
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """The new thread has the same."""
+        torch.set_num_threads(self._num_threads)  # a new thread would take all cores
+        with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                # A stream that is the current one of its device does not make that the current device.
+                stack.enter_context(torch.accelerator.device_index(self._stream.device.index))
+                stack.enter_context(self._stream)
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
+            for kind, dtype, caches in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+            if self._saving is not None:
+                # A step inside of `save_on_cpu()` means all of its forwards, those in threads too.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
+            for mode in self._function_modes:  # pushed, not entered: to enter may begin to count anew
+                push_function_mode(mode)
+                stack.callback(pop_function_mode)
+            for each in self._dispatch_modes:
+                push_dispatch_mode(each)
+                stack.callback(pop_dispatch_mode)
+            yield
