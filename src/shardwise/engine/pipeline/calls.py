@@ -32,7 +32,7 @@ from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, put_in
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE, ForeignParameters
-from shardwise.engine.pipeline.infer import CallOutcome, Inference, Known, Writes, describe
+from shardwise.engine.pipeline.infer import CallOutcome, Inference, Writes, describe
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
@@ -99,8 +99,13 @@ class Executor:
             flow.give(call.name, given.objects)
         known = self.inference.look_up(call, given)
         # The key has the shapes of the values; a copy on another stage may have come there when its was not known yet.
-        if known.is_plain and given.is_plain and all(map(_HAS_KNOWN_SHAPE, begun.moved.values())):
-            return self._replay(begun, known)
+        if (
+            known.outcome is not None
+            and known.is_plain
+            and given.is_plain
+            and all(map(_HAS_KNOWN_SHAPE, begun.moved.values()))
+        ):
+            return self._replay(begun, known.outcome)
         entry, here = self._outcome(begun, known.outcome)
         if call.draws:
             self._draw_alike(begun, is_local=here is not None)
@@ -121,15 +126,13 @@ class Executor:
             _note_place(error, begun)
             raise
 
-    def _replay(self, begun: _Begun, known: Known) -> Any:
+    def _replay(self, begun: _Begun, entry: CallOutcome) -> Any:
         """The result of a call whose outcome is known, and tensors alone."""
         flow, call, stage, given, _ = begun
-        entry = known.outcome
-        assert entry is not None
         made: list[torch.Tensor] | None = None
         if flow.stages.is_local(stage):
             used = _tensors_here(begun)
-            versions = [version_of(each) for each in used]
+            versions = list(map(version_of, used))
             args, kwargs = given.filled(used, ())
             try:
                 with self.aside():
@@ -137,8 +140,8 @@ class Executor:
             except Exception as error:
                 _end(error, begun)
                 raise
-            made = _plain_outputs(known, result, used)
-            if made is None or versions != [version_of(each) for each in used]:
+            made = _plain_outputs(entry, result, used)
+            if made is None or versions != list(map(version_of, used)):
                 # Whether it is refused, and how, is decided where it always is.
                 here = _Here.of((result, (), ()), used, versions)
                 _check(begun, entry, here)
@@ -146,8 +149,6 @@ class Executor:
         self.inference.num_replayed += 1
         if entry.writes_kept and isinstance(call, PlacedModule):
             flow.touch(f"{call.name}.")
-        if known.gives_one_new:
-            return _wrapped_one(begun, entry.outputs[0].spec, made)
         (answer,) = put_in(entry.skeleton[:1], _wrap(begun, entry, made))
         return answer
 
@@ -214,7 +215,7 @@ class Executor:
         """Execute a call here."""
         flow, call, _, given, _ = begun
         used = _tensors_here(begun)
-        versions = [version_of(each) for each in used]
+        versions = list(map(version_of, used))
         args, kwargs = given.filled(used, given.objects)
         # What a generation does to objects goes to the other ranks.
         writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else given.objects)
@@ -280,8 +281,16 @@ def _begin(
         # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
         # values back cannot run ahead of each other.
         stage = max([each.value.stage for _, each in staged])
-    for _, each in staged:
-        _refuse_custom_function(each)
+    with DisableTorchFunctionSubclass():
+        node = next(filter(None, [each.grad_fn for _, each in staged]), None)
+    if node is not None:
+        # Ops inside a custom autograd function run without a graph: its backward would be lost without a word.
+        name = type(node).__name__.removesuffix("Backward")
+        raise ModelError(
+            f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
+            "modules. Call it inside a module, and place that module on a stage. For an activation checkpoint give "
+            "use_reentrant=False"
+        )
     flow.enter(call.name, stage, given.numbers)
     # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape along.
     return _Begun(flow, call, stage, given, {at: flow.to_stage(each, stage) for at, each in staged})
@@ -383,7 +392,7 @@ def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None
     """The outputs as values of the stage."""
     flow, call, stage, arguments, moved = begun
     given, known = arguments.tensors, _all_known(entry, begun)
-    lineages, module = _lineages(begun), _module_of(begun)
+    lineages, module = [moved[at].lineage if at in moved else 0 for at in range(len(given))], _module_of(begun)
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
         local = None if made is None else made[at]
@@ -410,26 +419,6 @@ def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None
     return wrapped
 
 
-def _wrapped_one(begun: _Begun, spec: Spec, made: Sequence[torch.Tensor] | None) -> StageTensor:
-    """What `_wrap` gives for one output that has a known shape and shares no memory: the most frequent one."""
-    flow, call, stage = begun.flow, begun.call, begun.stage
-    value = StageValue(
-        stage,
-        spec,
-        None if made is None else made[0],
-        call.name,
-        lineage=flow.lineage_of(call.name, 0, _lineages(begun)),
-        module=_module_of(begun),
-    )
-    return StageTensor(flow, value)
-
-
-def _lineages(begun: _Begun) -> list[int]:
-    """That of each input; 0 for those that are no values of a stage."""
-    moved = begun.moved
-    return [moved[at].lineage if at in moved else 0 for at in range(len(begun.given.tensors))]
-
-
 def _module_of(begun: _Begun) -> str:
     """The placed module from which a result comes; for an operation, that of its first input on the stage."""
     if begun.call.is_user_code:
@@ -451,19 +440,6 @@ def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, 
         tensor.value = value  # the same object for the program, which goes on from where it has come to
     value.spec = spec  # requires_grad_(), unsqueeze_()
     return tensor
-
-
-def _refuse_custom_function(tensor: StageTensor) -> None:
-    """Ops inside a custom autograd function run without a graph: its backward would be lost without a word."""
-    with DisableTorchFunctionSubclass():
-        node = tensor.grad_fn
-    if node is not None:
-        name = type(node).__name__.removesuffix("Backward")
-        raise ModelError(
-            f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
-            "modules. Call it inside a module, and place that module on a stage. For an activation checkpoint give "
-            "use_reentrant=False"
-        )
 
 
 def _account_for_writes(begun: _Begun, entry: CallOutcome) -> None:
@@ -541,12 +517,12 @@ def _note_doubts(begun: _Begun, entry: CallOutcome, here: _Here, wrapped: Sequen
     Reading is right all the same; only a write in place would be seen elsewhere than in one process.
     """
     call, moved = begun.call, begun.moved
-    for at, (is_right, shares) in enumerate(_sharing(entry, here.used, here.made)):
+    for at, shares in enumerate(_shared_otherwise(entry, here.used, here.made)):
         output, value = entry.outputs[at], wrapped[at]
         # Memory of its own where others assume a view: after a write they take the input for written too, and get what
         # it still has.
-        is_safe = is_right or (output.same_as is None and shares == (None, None))
-        if is_safe or not isinstance(value, StageTensor):
+        is_safe = output.same_as is None and shares == (None, None)
+        if shares is None or is_safe or not isinstance(value, StageTensor):
             continue
         if output.same_as is not None:
             value.value.local = here.made[at]
@@ -559,12 +535,12 @@ def _note_doubts(begun: _Begun, entry: CallOutcome, here: _Here, wrapped: Sequen
             memory.doubt = f"{call.name!r} gave or was given on stage {value.value.stage}"
 
 
-def _sharing(
+def _shared_otherwise(
     entry: CallOutcome, used: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-) -> list[tuple[bool, tuple[int | None, int | None]]]:
-    """Of each output, whether it shares memory as the entry says, and the input and the earlier output with which."""
-    memories, made_memories = [storage_of(each) for each in used], [storage_of(each) for each in made]
-    found = []
+) -> list[tuple[int | None, int | None] | None]:
+    """Of each output, the input and the earlier output whose memory it shares; None: as the entry says."""
+    memories, made_memories = list(map(storage_of, used)), list(map(storage_of, made))
+    found: list[tuple[int | None, int | None] | None] = []
     for at, (output, memory) in enumerate(zip(entry.outputs, made_memories, strict=True)):
         earlier = made_memories.index(memory)
         shares = memories.index(memory) if memory in memories else None, None if earlier == at else earlier
@@ -574,14 +550,12 @@ def _sharing(
             is_right = made_memories[output.shares_with] == memory
         else:
             is_right = shares == (None, None)
-        found.append((is_right, shares))
+        found.append(None if is_right else shares)
     return found
 
 
-def _plain_outputs(known: Known, result: Any, used: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+def _plain_outputs(entry: CallOutcome, result: Any, used: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """The outputs in a result of tensors in tuples, where they are as all other ranks assume; else None."""
-    entry = known.outcome
-    assert entry is not None
     made: list[torch.Tensor] = []
     if not _takes_apart(entry.skeleton[0], result, made):
         return None
@@ -595,9 +569,7 @@ def _plain_outputs(known: Known, result: Any, used: Sequence[torch.Tensor]) -> l
             or (output.same_as is not None and tensor is not used[output.same_as])
         ):
             return None
-    if known.gives_one_new:
-        return None if storage_of(made[0]) in map(storage_of, used) else made
-    return made if all(is_right for is_right, _ in _sharing(entry, used, made)) else None
+    return None if any(_shared_otherwise(entry, used, made)) else made
 
 
 def _takes_apart(template: Any, result: Any, made: list[torch.Tensor]) -> bool:

@@ -44,11 +44,6 @@ class OutcomeTensor(NamedTuple):
     shares_with: int | None
     """The output before it whose memory it shares."""
 
-    @property
-    def is_new(self) -> bool:
-        """Whether its memory is its own."""
-        return self.same_as is None and self.view_of is None and self.shares_with is None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOutcome:
@@ -117,17 +112,14 @@ class Known(NamedTuple):
     """None: the owner has to announce one."""
     is_plain: bool
     """It is tensors in tuples alone, and nothing is written: that the owner can check with few calls of Python."""
-    gives_one_new: bool
-    """It is one tensor that shares no memory."""
 
     @classmethod
     def of(cls, outcome: CallOutcome | None, call: StagedCall) -> "Known":
         """What an outcome says of the calls of its key."""
         if outcome is None or outcome.written or outcome.announces or not outcome.has_known_shapes or call.draws:
-            return cls(outcome, False, False)
+            return cls(outcome, False)
         answer, records, writes = outcome.skeleton
-        is_plain = not records and not writes and _is_tuple_of_slots(answer)
-        return cls(outcome, is_plain, is_plain and type(answer) is TensorSlot and outcome.outputs[0].is_new)
+        return cls(outcome, not records and not writes and _is_tuple_of_slots(answer))
 
 
 def _is_tuple_of_slots(value: Any) -> bool:
