@@ -82,7 +82,7 @@ class Recomputed(OfEngine):
         # (`functional_call`), which a second run would not find.
         if is_transformed() or self._not_in_place():
             return forward(*args, **kwargs)
-        given = CallArguments(args, kwargs)
+        given = KeptArguments(args, kwargs)
         if self._warned is not None and given.objects:
             self._warn(given.objects, self._warned)
         parameters = self._seen_parameters()
@@ -158,7 +158,7 @@ class Recomputed(OfEngine):
             return any(each.is_written(each.tensor) for each in seen)
 
 
-class CallArguments:
+class KeptArguments:
     """The arguments of a call as they were before it: tensors apart, which torch saves, and the rest copied."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

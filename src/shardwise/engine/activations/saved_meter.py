@@ -31,7 +31,7 @@ from shardwise.plan.activation_budget import Choice, MeasuredCall
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class CallRecord:
+class ForwardRecord:
     """One forward of a module."""
 
     module: str
@@ -76,21 +76,21 @@ class SavedMeter:
         self._alive: list[StorageWeakRef] = []
         self._outside: list[tuple[int, set[int]]] = []
         """Calls before, and what was saved there."""
-        self._calls: list[CallRecord] = []
+        self._calls: list[ForwardRecord] = []
         self.is_inside = False
         """A module with a choice runs: what it saves itself counts as its."""
 
-    def begin(self, module: str, kind: str, choices: tuple[Choice, ...], values: Any) -> CallRecord | None:
+    def begin(self, module: str, kind: str, choices: tuple[Choice, ...], values: Any) -> ForwardRecord | None:
         """A module with a choice is called. None: not in the microbatch that is measured."""
         if self.is_inside or in_backward() or not self._counts():
             return None
         inputs: set[int] = set()
         for each in tensors_in(values):
             self._note(each, inputs)
-        self._calls.append(record := CallRecord(module=module, kind=kind, choices=choices, inputs=inputs))
+        self._calls.append(record := ForwardRecord(module=module, kind=kind, choices=choices, inputs=inputs))
         return record
 
-    def run(self, record: CallRecord, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, record: ForwardRecord, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own forward, for the first time or again."""
         synchronize(self._device)
         begun = time.perf_counter()
@@ -101,7 +101,7 @@ class SavedMeter:
             synchronize(self._device)
             record.seconds.append(time.perf_counter() - begun)
 
-    def _first_run(self, record: CallRecord, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_run(self, record: ForwardRecord, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         around = top_saved_hooks(True)
 
         def pack(tensor: torch.Tensor) -> object:

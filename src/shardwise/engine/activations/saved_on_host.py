@@ -64,21 +64,21 @@ class HostTransfers:
         self._stream = torch.Stream(device)
         self.known: weakref.WeakValueDictionary[int, HostCopyOfStorage] = weakref.WeakValueDictionary()
         """By storage, while that is held here."""
-        self._last: HostCall | None = None
+        self._last: HostForward | None = None
         """The last call of all, which nothing was copied of yet."""
-        self._before: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
+        self._before: weakref.WeakValueDictionary[int, HostForward] = weakref.WeakValueDictionary()
         """The last call of each microbatch."""
 
-    def begin(self) -> "HostCall":
+    def begin(self) -> "HostForward":
         """The forward of a module begins: what the one before it saved is copied out meanwhile."""
         if self._last is not None:
             self._last.copy_out()
         number = self._microbatch()
-        call = HostCall(self, self._before.get(number))
+        call = HostForward(self, self._before.get(number))
         self._before[number] = call
         return call
 
-    def end(self, call: "HostCall") -> None:
+    def end(self, call: "HostForward") -> None:
         """It has ended: what the one before it saved is on the host, or the device waits until it is."""
         if self._last is not None:
             self._last.let_go()
@@ -102,13 +102,13 @@ class HostTransfers:
         return torch.accelerator.current_stream(self.device)
 
 
-class HostCall:
+class HostForward:
     """One forward of one module, and what it saved.
 
     saved --copy_out--> leaving --let_go--> away --bring_back--> coming --need--> here, until autograd has used it
     """
 
-    def __init__(self, transfers: HostTransfers, before: "HostCall | None") -> None:
+    def __init__(self, transfers: HostTransfers, before: "HostForward | None") -> None:
         self._transfers = transfers
         self._before = None if before is None else weakref.ref(before)
         self._saved: list[weakref.ref[HostCopyOfStorage]] = []
@@ -267,7 +267,7 @@ class SavedView(NamedTuple):
     """What autograd keeps of a tensor in a storage that may be on the host."""
 
     moved: HostCopyOfStorage
-    call: HostCall
+    call: HostForward
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -309,7 +309,7 @@ class Offloaded(OfEngine):
         if not torch.is_grad_enabled() or self._random.is_suspended or not is_ours or is_transformed():
             return forward(*args, **kwargs)
         if COMPILER in sys.modules:
-            skip_code(HostCall.pack.__code__)
+            skip_code(HostForward.pack.__code__)
         call = transfers.begin()
         push_saved_hooks(call.pack, unpack)
         try:

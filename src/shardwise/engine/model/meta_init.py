@@ -175,7 +175,7 @@ class _Initialiser:
         return any(shape.numel() == target.empty.numel() for shape, _, _ in self.writes.get(target, ()))
 
 
-class _CallTrace(TorchDispatchMode):
+class _RunTrace(TorchDispatchMode):
     """Follows one call: seeds what it draws, and notes which tensors of the twin it reads and writes."""
 
     def __init__(
@@ -274,7 +274,7 @@ class _LikeCpu(TorchFunctionMode):
         return _LIKE_CPU[func] if func in _LIKE_CPU and args[0].is_meta else func(*args, **(kwargs or {}))
 
 
-def _truncated_at_once(trace: _CallTrace) -> AbstractContextManager[None]:
+def _truncated_at_once(trace: _RunTrace) -> AbstractContextManager[None]:
     """`trunc_normal_` is one draw: torch's goes by values, and draws again until all are within the bounds."""
     # `nn.init.trunc_normal_` looks this name up when it is called, so the replacement reaches it however it was
     # imported.
@@ -415,9 +415,9 @@ class Initialisation:
                 if bool(_bytes(target.current()).ne(_UNSET).any()):
                     trace.writes[target] = [_region(target.installed)]
 
-    def _run(self, initialiser: _Initialiser, targets: Iterable[_TwinTensor]) -> _CallTrace:
+    def _run(self, initialiser: _Initialiser, targets: Iterable[_TwinTensor]) -> _RunTrace:
         """Make a call, and follow it. `targets`: where the twin may hold another tensor afterwards."""
-        trace = _CallTrace(initialiser, self._seed, self._held, self._foreign)
+        trace = _RunTrace(initialiser, self._seed, self._held, self._foreign)
         put_back = kept_attributes([initialiser.module])
         try:
             with trace.following():

@@ -46,11 +46,11 @@ class OutermostCalls:
         # Placed modules too: a program may call one by itself.
         with ExitStack() as stack:
             for each in [*holders, *(unit.module for unit in stages.units)]:
-                stack.enter_context(wrapped(each, _OutermostCall(self)))
+                stack.enter_context(wrapped(each, _Outermost(self)))
             yield
 
 
-class _OutermostCall(OfEngine):
+class _Outermost(OfEngine):
     """Around one of the modules."""
 
     place = Place.PROGRAM
