@@ -10,6 +10,9 @@ are inputs or views of inputs, and the inputs that were written to.
     _outcome                                        looks up               looks up and runs      looks up
     _account_for_writes, _wrap, _deliver            y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
 
+Most outcomes are plain, tensors in tuples and no write. Once known they are replayed: the rank that executes the call
+compares shapes, memories and versions, with few calls of Python, and goes the long way on for what is unlike.
+
 In-place writes, in `_account_for_writes` (all ranks decide the same, from the entry):
 
     to a value on its own stage          counted; its copies on other stages are behind and cross anew when used

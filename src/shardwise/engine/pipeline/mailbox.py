@@ -152,10 +152,10 @@ class _Record:
         self._expect((num_microbatches, *key) if num_microbatches else (0, key.kind, key.number))
 
     def end(self) -> None:
-        """The step is done: nothing followed its last message."""
+        """A training step is done, if one was begun: nothing followed its last message."""
         if self._num_microbatches:
             self._after.pop(self._last, None)
-        self.begin(0)
+            self.begin(0)
 
     def holds(self, content: torch.Tensor | None) -> bool:
         """Whether this content is what comes with the header."""
@@ -316,7 +316,7 @@ class Mailbox:
         self._sent.clear()
         self._ahead.clear()
         for each in (*self._outgoing, *self._incoming):
-            each.begin(0)
+            each.end()
 
     def _fill_expected(self, rank: int, place: ContentPlace | None) -> None:
         """Send something into the room that a rank has posted for another content than this."""
