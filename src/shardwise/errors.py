@@ -111,10 +111,6 @@ class UnderflowWarning(UserWarning):
     """Gradients that float16 may round to zero, at parallelize; at a step, gradients that are all zero."""
 
 
-class AutocastWarning(UserWarning):
-    """A region of torch.autocast that has been open since the last step."""
-
-
 class ActivationsWarning(UserWarning):
     """A checkpointed module that is given an object with tensors in it, such as a cache; they are kept for backward."""
 

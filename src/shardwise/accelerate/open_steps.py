@@ -21,7 +21,7 @@ from greenlet import getcurrent, greenlet
 
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.forward.batches import NoMoreMicrobatches
-from shardwise.engine.guards.autocast_regions import Region, kinds_of
+from shardwise.engine.guards.autocast_regions import outside_autocast
 from shardwise.engine.step.channels import StepLeft
 from shardwise.errors import ModelError
 
@@ -35,7 +35,6 @@ class OpenStep:
         self._num_batches = num_batches
         self._inputs = inputs
         self._greenlet = greenlet(self._run)
-        self._kinds = kinds_of(engine.channel.device)
         self._pause = ExitStack()
         self._is_last = False
         self._is_left = False
@@ -134,15 +133,10 @@ class OpenStep:
 
     def _switch(self, *value: Any) -> Any:
         """Let the engine go on, outside of the loop's region of autocast."""
-        region = Region.here(self._kinds)
-        region.outside().take_place()
         self._greenlet.parent = getcurrent()
-        try:
-            # A loop may end its batch, or update, where it computes no gradients.
-            with torch.enable_grad():
-                return self._greenlet.switch(*value)
-        finally:
-            region.take_place()
+        # A loop may end its batch, or update, where it computes no gradients.
+        with outside_autocast(self._engine.channel.device), torch.enable_grad():
+            return self._greenlet.switch(*value)
 
 
 class _NextBatch:

@@ -225,8 +225,7 @@ class Engine(Generic[Model_co]):
         self._computation.check_joint(weighting.joint)
         scaling = self._computation.loss_scale
         scale = None if scaling is None else scaling.value
-        region = self._computation.autocast.left(steps=True, warns=self.channel.rank == 0)
-        with self._stopping_peers("a step"), region:
+        with self._stopping_peers("a step"), self._computation.autocast.left():
             self._has_gradients = False
             # The arena may be laid out anew, under the views that `gradients()` gave: so it gives none from here on.
             self._closing.begin(num_microbatches, weighting, trained, asked)
