@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+from shardwise.comm import alone
 from shardwise.errors import OptimizerError
 from tests.engine.refusals import PLAN, refusal, two_layers
 from tests.oracle.batches import points, square_loss
@@ -94,6 +99,18 @@ def raising(**settings: Any) -> Callable[[], None]:
     return call
 
 
+def of_dtensors() -> None:
+    """What `parallelize_module` and `fully_shard` leave."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        model = two_layers()
+        parameters = model[0]._parameters
+        parameters["weight"] = nn.Parameter(distribute_tensor(model[0].weight, init_device_mesh("cpu", (1,))))
+        sw.parallelize(model, sw.Plan(), optimizer=SGD, loss=square_loss, channel=alone())
+    finally:
+        dist.destroy_process_group()
+
+
 def everywhere(each: Any) -> Mapping[int, Any]:
     return dict.fromkeys(range(3), each)
 
@@ -109,6 +126,7 @@ REFUSED = Refusals(
         },
         **{f"on rank 1, {name}": raising(models={1: MODELS[name]}) for name in ("lazy", "a sparse buffer")},
         "on rank 1, no values": raising(models={0: SCALED, 1: scaled_on_meta, 2: SCALED}),
+        "a model of DTensors": of_dtensors,
         "two optimizers on two ranks": raising(optimizers={0: OPTIMIZERS["drops one"], 2: raises}),
         "names to keep": raising(plan=replace(PLAN, precision=sw.Precision(keep=("*norm*", "0.weihgt", "1")))),
     },

@@ -413,8 +413,9 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
         )
     if is_dtensor(tensor):
         raise ModelError(
-            f"{what} is a DTensor, and shardwise cuts parameters itself. Give the model as it was built, before "
-            "parallelize_module, with sw.Tensor(rules=...) (tensor.rules)"
+            f"{what} is a DTensor, and shardwise cuts plain tensors. Give the model as it was before "
+            "parallelize_module or fully_shard: sw.Tensor(rules=...) cuts it along tp, sw.Sharding(stage=...) over "
+            "data ranks"
         )
     if is_shell(tensor) and tensor.requires_grad:
         raise ModelError(
