@@ -104,8 +104,8 @@ def of_dtensors() -> None:
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
         model = two_layers()
-        parameters = model[0]._parameters
-        parameters["weight"] = nn.Parameter(distribute_tensor(model[0].weight, init_device_mesh("cpu", (1,))))
+        linear: Any = model[0]
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight, init_device_mesh("cpu", (1,))))
         sw.parallelize(model, sw.Plan(), optimizer=SGD, loss=square_loss, channel=alone())
     finally:
         dist.destroy_process_group()

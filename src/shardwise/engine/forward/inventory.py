@@ -426,7 +426,7 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")
 
 
-def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
+def place_of(parameter: torch.Tensor) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
     if parameter.numel() == 0 or is_shell(parameter):
         # Without memory, or in a shell of its own: it shares nothing unless it is the same object.

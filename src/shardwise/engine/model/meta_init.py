@@ -12,9 +12,9 @@ A model's modules initialise themselves. Building `Model(Block(Linear))`, whose 
 A module inside that has such an initialiser too comes in the place of 3 to 6, and keeps what it has initialised. The
 calls are made on a twin of the model: copies of its modules, with other tensors.
 
-    [1] trace    every call is made once while the twin is on the meta device: which tensors does it write, and read?
-    [2] values   the tensors of one module get memory, and those from which their values come; the calls that write to
-                 these are made again; the values are handed out, and the memory is given back
+    [1] trace    every call is made once while the twin is on the meta device: which tensors does it write?
+    [2] values   the tensors of one module get memory; the calls that write to these are made again; the values are
+                 handed out, and the memory is given back
 
 Every operation that draws starts from a seed made of the seed, the module's name, the method, and the number of the
 draw in the call. So a tensor's values do not depend on the other tensors with memory, or on the calls that are made:
@@ -22,11 +22,12 @@ draw in the call. So a tensor's values do not depend on the other tensors with m
     linear.weight wanted    calls 1 and 4 of a linear whose 4 is weight.normal_(); bias.zero_()
     weight has memory       "7 linear _init_weights of its model 0"  seeds normal_; bias stays without memory, and
                             zero_ of it does nothing; call 1 is left out, because 4 overwrites what it writes
+
+A call that goes by values, or computes those of one tensor from another's, is refused: it needs more than one module.
 """
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -39,7 +40,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.forward.aside import attributes_set, kept_attributes
-from shardwise.engine.forward.inventory import with_values
+from shardwise.engine.forward.inventory import place_of, with_values
 from shardwise.engine.torch_private import (
     TRUNCATED_NORMAL,
     DisableTorchFunction,
@@ -69,16 +70,10 @@ _LIKE_CPU: Mapping[Any, object] = {
 }
 """What tensors of the twin answer: many initialisers, torch.nn.init's too, skip a tensor that is on the meta device."""
 
-_UNSET = 0x5A
-"""Every byte of memory that a call gets while it is traced: one that differs afterwards was written."""
-
 _SMALL_BYTES = 1 << 20
 """Modules are initialised together as long as they take no more memory than this."""
 
 _SHOWN_PROBLEMS = 40
-
-_Region = tuple[torch.Size, tuple[int, ...], int]
-"""Sizes, strides and offset of a view, in elements."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,15 +91,11 @@ class _TwinTensor:
     kind: str
     """The attribute of modules that holds it: "_parameters" or "_buffers"."""
     attribute: str
-    also: tuple[str, ...]
-    """Plain attributes of the module that hold the same object."""
     original: torch.Tensor
     held: dict[int, "_TwinTensor"] = field(repr=False)
     """All tensors that the twin holds, by their storage."""
     empty: torch.Tensor = field(init=False)
     """Without memory: the model's may have been cut by the time when values are made."""
-    kept: torch.Tensor | None = field(init=False, default=None)
-    """The values that the model had, where initialisers compute others from them."""
     installed: torch.Tensor = field(init=False)
     storage: int = field(init=False, default=0)
 
@@ -123,8 +114,6 @@ class _TwinTensor:
         # One that is freed must not stay known: its address may come back.
         self.held.pop(self.storage, None)
         values = torch.empty_like(self.empty, device=device)
-        if device == "cpu" and self.kept is not None:
-            values.copy_(self.kept)
         if _is_plain(self.original):
             values = with_values(self.original, values)
             vars(values).pop("_is_hf_initialized", None)  # transformers skips a tensor with this mark
@@ -134,24 +123,9 @@ class _TwinTensor:
         self.held[self.storage] = self
         self.put(self.twin, values)
 
-    def release(self) -> None:
-        """Give the memory back, and let the twin hold no tensor of an initialiser."""
-        held = vars(self.twin)[self.kind].get(self.attribute)
-        if held is not self.installed or not held.is_meta or _storage(held) != self.storage:
-            self.install("meta")
-
     def put(self, module: nn.Module, tensor: torch.Tensor) -> None:
         """Let `module`, the one of the model or of the twin, hold `tensor` there."""
         vars(module)[self.kind][self.attribute] = tensor
-        vars(module).update(dict.fromkeys(self.also, tensor))
-
-    def current(self) -> torch.Tensor:
-        """What the twin holds there: an initialiser may have put another object in place of the one installed."""
-        held = self.twin._parameters.get(self.attribute, self.twin._buffers.get(self.attribute))
-        if held is None or held.shape != self.empty.shape:
-            shape = None if held is None else list(held.shape)
-            raise ModelError(f"{self.name!r} is {list(self.empty.shape)} in the model, and {shape} once initialised")
-        return held
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -164,28 +138,20 @@ class _Initialiser:
     words: str
     """For messages."""
     call: Callable[[], object]
-    needs_all: bool = False
-    """Whether all tensors inside the module must have memory for it."""
-    reads: set[_TwinTensor] = field(default_factory=set)
-    writes: dict[_TwinTensor, list[_Region]] = field(default_factory=dict)
-    """What it changes, and which parts of that it overwrites."""
-
-    def renews(self, target: _TwinTensor) -> bool:
-        """Whether it overwrites all of it at once."""
-        return any(shape.numel() == target.empty.numel() for shape, _, _ in self.writes.get(target, ()))
+    writes: dict[_TwinTensor, bool] = field(default_factory=dict)
+    """What it changes, and whether it overwrites all of that at once, whatever was there."""
 
 
 class _RunTrace(TorchDispatchMode):
-    """Follows one call: seeds what it draws, and notes which tensors of the twin it reads and writes."""
+    """Follows one call: seeds what it draws, and notes which tensors of the twin it writes."""
 
-    def __init__(
-        self, initialiser: _Initialiser, seed: int, held: Mapping[int, _TwinTensor], foreign: Collection[int]
-    ) -> None:
-        """held: the tensors of the twin, by their storage. foreign: storages that the call must not reach."""
+    def __init__(self, key: str, seed: int, held: Mapping[int, _TwinTensor]) -> None:
+        """key: of the call. held: the tensors of the twin, by their storage."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads: set[_TwinTensor] = set()
-        self.writes: dict[_TwinTensor, list[_Region]] = {}
-        self._initialiser, self._seed, self._held, self._foreign = initialiser, seed, held, foreign
+        self.writes: dict[_TwinTensor, bool] = {}
+        self._sources: dict[int, tuple[torch.Tensor, set[_TwinTensor]]] = {}
+        """Tensors without values that were computed, by storage, kept alive; and from which of the twin's."""
+        self._key, self._seed, self._held = key, seed, held
         self._num_draws = 0
         self._is_in_draw = False
 
@@ -209,10 +175,8 @@ class _RunTrace(TorchDispatchMode):
         if self._is_in_draw:
             return
         if any(isinstance(each, torch.Generator) for each in arguments):
-            # A generator of its own stays where it is on a tensor without memory: the next tensor would depend on it.
-            if not self._initialiser.needs_all:
-                raise RuntimeError("it draws from its own generator")
-            return
+            # It stays where it is on a tensor without memory: the next tensor would depend on it.
+            raise RuntimeError("it draws from its own generator")
         self._seed_for(self._num_draws)
         self._num_draws += 1
 
@@ -226,7 +190,7 @@ class _RunTrace(TorchDispatchMode):
     def _seed_for(self, draw: int | str) -> None:
         # A seed per draw, not one per call: a draw for a tensor without memory takes nothing from the generator, and
         # the numbers of the next tensor would depend on it.
-        key = f"{self._seed} {self._initialiser.key} {draw}"
+        key = f"{self._seed} {self._key} {draw}"
         torch.default_generator.manual_seed(xxhash.xxh3_64_intdigest(key.encode()))
 
     def __torch_dispatch__(
@@ -236,33 +200,39 @@ class _RunTrace(TorchDispatchMode):
             return self._follow(func, args, kwargs or {})
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.begin_draw(*args, *kwargs.values())
         tensors = _tensors((args, kwargs))
-        written = _tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)])
-        overwrites = func.overloadpacket.__name__ in _OVERWRITING or "out" in schema_of(func).overload_name
-        for tensor in tensors:
-            storage, is_written = _storage(tensor), any(tensor is each for each in written)
-            # A closure may hold the model's own tensors. Written to, the model would change before all ranks have
-            # agreed.
-            if storage in self._foreign and (tensor.is_meta or is_written):
-                raise RuntimeError("it reaches tensors of the model by another way than through its modules")
-            if (target := self._held.get(storage)) is None:
-                continue
-            if not is_written:
-                self.reads.add(target)
-            elif overwrites:
-                self.writes.setdefault(target, []).append(_region(tensor))
-            else:
-                self.writes.setdefault(target, [])
-        if func.overloadpacket.__name__ in _OVERWRITING and written[0].is_meta:
+        written = _tensors([args[at] if at < len(args) else kwargs.get(key) for at, key in _written_arguments(func)])
+        read = [each for each in tensors if not any(each is other for other in written)]
+        sources = set() if name.startswith("new_") or name.endswith("_like") else self._read_from(read)
+        overwrites = name in _OVERWRITING or "out" in schema_of(func).overload_name
+        for tensor in written:
+            if (target := self._held.get(_storage(tensor))) is not None:
+                if others := [each.name for each in sources if each is not target]:
+                    raise RuntimeError(f"it computes {target.name!r} from {others[0]!r}")
+                is_renewed = overwrites and not sources and tensor.numel() == target.empty.numel()
+                self.writes[target] = self.writes.get(target, False) or is_renewed
+        if name in _OVERWRITING and written[0].is_meta:
             return written[0]  # meta kernels of torch take much longer than to know this
         if len({tensor.is_meta for tensor in tensors}) == 2:
             # Some kernels of torch take both, and leave the values that were there before.
             if not all(each.is_meta for each in written):
                 raise RuntimeError(f"{func} would compute values from tensors without values")
             args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        for each in _tensors(output) if sources else ():
+            if each.is_meta and _storage(each) not in self._held:
+                self._sources[_storage(each)] = each, sources | self._read_from([each])
+        return output
+
+    def _read_from(self, tensors: Iterable[torch.Tensor]) -> set[_TwinTensor]:
+        """The tensors of the twin whose values these are, or are computed from."""
+        found: set[_TwinTensor] = set()
+        for storage in map(_storage, tensors):
+            found |= {self._held[storage]} if storage in self._held else self._sources.get(storage, (None, set()))[1]
+        return found
 
 
 class _LikeCpu(TorchFunctionMode):
@@ -314,19 +284,14 @@ class Initialisation:
         for target in self._targets:
             self._inside.setdefault(target.twin, []).append(target)
             target.install("meta")
-        self._foreign = {_storage(each.original) for each in self._targets if _is_plain(each.original)}
         # Traced here, while the model is whole: by the time of `values` it may have been cut.
         names = {twins[module]: name for name, module in model.named_modules()}
         self._initialisers = [each for each in _initialisers(twins[model], names) if self._writes_any(each)]
-        self._foreign.clear()  # cut parameters free their storages, and others get the addresses
         self._writers: dict[_TwinTensor, list[int]] = {}
         for number, each in enumerate(self._initialisers):
             for target in each.writes:
                 self._writers.setdefault(target, []).append(number)
         self._refuse_gaps()
-        for target in self._with_what_they_need(each for each in self._of_first if each.lacks_values):
-            if not target.lacks_values:
-                target.kept = target.original.detach()  # as it is now: the model may be cut before it is used
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -336,29 +301,26 @@ class Initialisation:
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and values of `wanted`, on the CPU, module by module.
 
-        In addition to the caller's tensors, memory holds the wanted tensors of one module and those that their values
-        are computed from. A tie comes once, under its first name. Raises ModelError for a name that is not in `names`,
-        and when an initialiser does other things on real tensors than on tensors without values.
+        In addition to the caller's tensors, memory holds the wanted tensors of one module, or of several small ones. A
+        tie comes once, under its first name. Raises ModelError for a name that is not in `names`, and when an
+        initialiser does other things on real tensors than on tensors without values.
         """
         if unknown := set(wanted).difference(name for name, first in self._firsts.items() if first.lacks_values):
             raise ModelError(f"{min(unknown)!r} is no parameter or buffer without values: nothing to initialise there")
         firsts = {self._firsts[name] for name in wanted}
-        by_module: dict[nn.Module, list[_TwinTensor]] = {}
-        for target in self._targets:
-            if target in firsts:
-                by_module.setdefault(target.twin, []).append(target)
-        # Small modules together: a model has very many norms and biases, and a call that writes to several of them is
-        # made once for all.
-        pending = deque((targets, self._with_what_they_need(targets)) for targets in by_module.values())
-        while pending:
-            targets, real = pending.popleft()
-            limit_bytes = max(_SMALL_BYTES, _num_bytes(real))
-            while pending and _num_bytes(real | pending[0][1]) <= limit_bytes:
-                more = pending.popleft()
-                targets, real = targets + more[0], real | more[1]
-            made = self._made(targets, real)
-            while made:
-                yield made.pop(0)
+        pending: list[_TwinTensor] = []
+        num_bytes = 0
+        for targets in self._inside.values():
+            more = [each for each in targets if each in firsts]
+            # Small modules together: a model has very many norms and biases, and a call that writes to several of them
+            # is made once for all.
+            size = sum(each.empty.numel() * each.empty.element_size() for each in more)
+            if num_bytes + size > _SMALL_BYTES:
+                yield from self._made(pending)
+                pending, num_bytes = [], 0
+            pending += more
+            num_bytes += size
+        yield from self._made(pending)
 
     def put(self, name: str, values: torch.Tensor) -> None:
         """Let the model hold `values` as the parameter or buffer `name`, on whatever device they are, ties included.
@@ -381,104 +343,63 @@ class Initialisation:
                 self.put(first.name, torch.empty_like(first.original, device="meta"))
 
     def _writes_any(self, initialiser: _Initialiser) -> bool:
-        """Trace a call, without values where it can do without, else with memory for all inside its module."""
-        # A method may write to any tensor inside its module: only the call shows which.
-        inside = [target for module in initialiser.module.modules() for target in self._inside.get(module, ())]
+        """Trace a call, without values."""
         try:
-            self._note(initialiser, inside)
-        except Exception:  # whatever a method raises that misses values
-            initialiser.needs_all = True
-            for target in inside:
-                target.install("cpu")
-                # numpy writes past every mode of torch. Comparing bytes afterwards is all that is left.
-                _bytes(target.installed).fill_(_UNSET)
-            try:
-                self._note(initialiser, inside)
-            except Exception as error:
-                if any(target.lacks_values for target in inside):
-                    raise ModelError(
-                        f"{initialiser.words} raised {in_words(error)}; fix it, or build the module outside "
-                        "torch.device('meta')"
-                    ) from error
-        finally:
-            for target in inside:
-                target.release()
+            initialiser.writes = self._run(initialiser)
+        except Exception as error:  # whatever a method raises that misses values
+            inside = [each for module in initialiser.module.modules() for each in self._inside.get(module, ())]
+            if any(target.lacks_values for target in inside):
+                raise ModelError(
+                    f"{initialiser.words} raised {in_words(error)}; fix it, or build the module outside "
+                    "torch.device('meta')"
+                ) from error
         return bool(initialiser.writes)
 
-    def _note(self, initialiser: _Initialiser, inside: Iterable[_TwinTensor]) -> None:
-        """Note what a call reads and writes."""
-        trace = self._run(initialiser, inside)
-        initialiser.reads, initialiser.writes = trace.reads, trace.writes
-        if initialiser.needs_all:  # what numpy reads and writes, nobody sees
-            initialiser.reads = set(inside)
-            for target in initialiser.reads - trace.writes.keys():
-                if bool(_bytes(target.current()).ne(_UNSET).any()):
-                    trace.writes[target] = [_region(target.installed)]
-
-    def _run(self, initialiser: _Initialiser, targets: Iterable[_TwinTensor]) -> _RunTrace:
-        """Make a call, and follow it. `targets`: where the twin may hold another tensor afterwards."""
-        trace = _RunTrace(initialiser, self._seed, self._held, self._foreign)
-        put_back = kept_attributes([initialiser.module])
+    def _run(self, initialiser: _Initialiser) -> dict[_TwinTensor, bool]:
+        """Make a call, and give what it writes."""
+        trace = _RunTrace(initialiser.key, self._seed, self._held)
+        put_back = kept_attributes([initialiser.module], contents=(dict,))
         try:
             with trace.following():
                 initialiser.call()
-        finally:  # a method may have noted that it need not run again
+        finally:  # a method may have noted that it need not run again, or have made new parameters
             put_back()
-        for target in targets:
-            storage = _storage(target.current())
-            # The call put another tensor in the place: a write of all of it, and a read where that tensor is the
-            # twin's (`self.b = self.a`).
-            if storage != target.storage:
-                trace.writes[target] = [_region(target.installed)]
-                trace.reads |= {self._held[storage]} if storage in self._held else set()
-        return trace
+        return trace.writes
 
-    def _with_what_they_need(self, targets: Iterable[_TwinTensor]) -> set[_TwinTensor]:
-        """These targets and all that must have values where the initialisers of these, and of those, are called."""
-        found: set[_TwinTensor] = set()
-        pending = list(targets)
-        while pending:
-            if (target := pending.pop()) not in found:
-                found.add(target)
-                # To the end: where b = f(a), a is needed too, and what a is scaled from.
-                pending += [each for at in self._writers.get(target, ()) for each in self._initialisers[at].reads]
-        return found
-
-    def _made(self, wanted: Iterable[_TwinTensor], real: set[_TwinTensor]) -> list[tuple[str, torch.Tensor]]:
-        """The names and values of `wanted`. real: they and all that they need."""
+    def _made(self, wanted: Sequence[_TwinTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and values of these tensors."""
         # In the order in which the model initialises itself: later calls overwrite or scale what earlier ones wrote.
-        numbers = sorted({number for target in real for number in self._writers.get(target, ())})
-        calls = [(each, real & each.writes.keys()) for each in map(self._initialisers.__getitem__, numbers)]
-        # A call is left out if later ones overwrite all that it writes, and none reads it.
-        read = set[_TwinTensor]().union(*(each.reads for each, _ in calls))
-        renewed = {target: at for at, (each, written) in enumerate(calls) for target in written if each.renews(target)}
+        numbers = sorted({number for target in wanted for number in self._writers.get(target, ())})
+        # A call is left out if later ones overwrite all that it writes.
+        last = {target: at for target in wanted for at in numbers if self._initialisers[at].writes.get(target)}
+        for target in wanted:
+            target.install("cpu")
         try:
-            for target in real:
-                target.install("cpu")
-            for at, (each, written) in enumerate(calls):
-                if all(target not in read and at < renewed.get(target, 0) for target in written):
+            for at in numbers:
+                each = self._initialisers[at]
+                needed = [target for target in wanted if target in each.writes and at >= last.get(target, 0)]
+                if not needed:
                     continue
                 try:
-                    found = self._run(each, written)
+                    found = self._run(each)
                 except Exception as error:
                     raise ModelError(f"{each.words} raised {in_words(error)}") from error
-                for target in written:
-                    # Traced without values, called with values: a method that goes by how often it was called would
-                    # leave memory as it was found.
-                    if not (each.needs_all or target in found.writes):
-                        raise ModelError(
-                            f"{each.words} gives {target.name!r} no values at its second call. Let it do the same at "
-                            "each call, or build the module outside torch.device('meta')"
-                        )
-                    if not target.lacks_values:  # it keeps those it has, also for the calls that follow
-                        target.install("cpu")
-            return [(each.name, each.current().detach().to(each.empty.dtype)) for each in wanted]
+                # Traced without values, called with values: a method that goes by how often it was called would leave
+                # memory as it was found.
+                if missing := [target.name for target in needed if target not in found]:
+                    raise ModelError(
+                        f"{each.words} gives {missing[0]!r} no values at its second call. Let it do the same at each "
+                        "call, or build the module outside torch.device('meta')"
+                    )
+            made = [(each.name, each.installed.detach()) for each in wanted]
         finally:
-            for target in real.union(*(each.writes for each, _ in calls)):
-                target.release()
+            for target in wanted:
+                target.install("meta")
+        while made:
+            yield made.pop(0)
 
     def _refuse_gaps(self) -> None:
-        """Raise for all that is not overwritten as a whole, by one call or by several."""
+        """Raise for all that no call overwrites as a whole."""
         problems = []
         for each in self._of_first:
             if not each.lacks_values or self._is_overwritten(each):
@@ -500,17 +421,9 @@ class Initialisation:
         )
 
     def _is_overwritten(self, target: _TwinTensor) -> bool:
-        """Whether all of it is, by one call or by several."""
-        regions = [
-            each for number in self._writers.get(target, ()) for each in self._initialisers[number].writes[target]
-        ]
-        # One write of all elements is the common case, and needs no mask of the tensor's size.
-        if not regions or any(shape.numel() == target.empty.numel() for shape, _, _ in regions):
-            return bool(regions) or not target.empty.numel()
-        is_done = torch.zeros_like(target.empty, dtype=torch.bool, device="cpu")
-        for region in regions:
-            is_done.as_strided(*region).fill_(True)
-        return bool(is_done.all())
+        """Whether one call overwrites all of it."""
+        numbers = self._writers.get(target, ())
+        return not target.empty.numel() or any(self._initialisers[number].writes[target] for number in numbers)
 
 
 def forget_initialised(model: nn.Module) -> None:
@@ -543,22 +456,19 @@ def _twin_of(model: nn.Module, held: dict[int, _TwinTensor]) -> tuple[dict[nn.Mo
                 value = {key: translated(each) for key, each in value.items()}
             vars(twin)[attribute] = translated(value)
         prefix = f"{names[module]}." if names[module] else ""
-        plain = {name: each for name, each in vars(module).items() if isinstance(each, torch.Tensor)}
         for kind in ("_parameters", "_buffers"):
             for attribute, tensor in vars(module)[kind].items():
                 if tensor is None:
                     continue
-                also = tuple(name for name, each in plain.items() if each is tensor)
-                plain = {name: each for name, each in plain.items() if each is not tensor}
                 if problem := _why_not(tensor):
                     problems.append(f"{prefix + attribute!r} {problem}")
                     continue
-                targets.append(_TwinTensor(prefix + attribute, module, twin, kind, attribute, also, tensor, held))
+                targets.append(_TwinTensor(prefix + attribute, module, twin, kind, attribute, tensor, held))
         problems += [
             f"{prefix + name!r} is a tensor without values (on the meta device) in a plain attribute, and no method "
             "initialises it. Make it a buffer, or build its module outside torch.device('meta')"
-            for name, each in plain.items()
-            if each.is_meta
+            for name, each in vars(module).items()
+            if isinstance(each, torch.Tensor) and each.is_meta
         ]
     if problems:
         raise ModelError("\n".join(problems))
@@ -580,19 +490,15 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 def _ties(targets: Iterable[_TwinTensor]) -> dict[_TwinTensor, list[_TwinTensor]]:
     """All places of each tensor by the first one, also separate objects that share its storage."""
     found: dict[tuple[object, ...], list[_TwinTensor]] = {}
-    key_of: dict[int, tuple[object, ...]] = {}
+    key_of: dict[object, tuple[object, ...]] = {}
     for target in targets:
-        tensor = target.original
         # With values the object alone counts: nothing is initialised there.
-        key: tuple[object, ...] = (id(tensor),)
-        if target.lacks_values and tensor.numel():
-            storage = _storage(tensor)
-            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-            if (other := key_of.setdefault(storage, key)) != key:
-                raise ModelError(
-                    f"{found[other][0].name!r} and {target.name!r} have no values yet, and share a part of one "
-                    "storage. Make one of them a separate tensor, or build their modules outside torch.device('meta')"
-                )
+        key = place_of(target.original) if target.lacks_values else (id(target.original),)
+        if (other := key_of.setdefault(key[0], key)) != key:
+            raise ModelError(
+                f"{found[other][0].name!r} and {target.name!r} have no values yet, and share a part of one storage. "
+                "Make one of them a separate tensor, or build their modules outside torch.device('meta')"
+            )
         found.setdefault(key, []).append(target)
     return {ties[0]: ties for ties in found.values()}
 
@@ -664,17 +570,5 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Not so are sparse tensors, DTensors and tensors of quantising classes; those have values."""
+    """Not so are sparse tensors, and tensors of quantising classes; those have values."""
     return tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def _region(tensor: torch.Tensor) -> _Region:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
-
-
-def _num_bytes(targets: Iterable[_TwinTensor]) -> int:
-    return sum(each.empty.numel() * each.empty.element_size() for each in targets)
