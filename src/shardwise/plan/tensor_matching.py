@@ -11,7 +11,7 @@ From the strongest to the weakest: a pattern that is a name, a glob, the plan th
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.names import is_exactly, meant_by, nearest
@@ -37,14 +37,6 @@ class RuleTarget:
         return repr(name) if name else "the model itself"
 
 
-@dataclass(slots=True)
-class _MatchedRules:
-    """The rules whose patterns mean one target."""
-
-    exact: dict[str, Rule] = field(default_factory=dict)
-    globs: dict[str, Rule] = field(default_factory=dict)
-
-
 def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[RuleTarget, Rule], list[str]]:
     """The rule of every target that has one, and all findings.
 
@@ -54,7 +46,8 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
     targets = _targets(outline)
     names = list(targets)
     findings: list[str] = []
-    given: dict[RuleTarget, _MatchedRules] = {}
+    given: dict[RuleTarget, dict[bool, dict[str, Rule]]] = {}
+    """Of each target, by whether the pattern is a name."""
     automatic: set[str] = set()
     for pattern, text in rules.items():
         rule = read_rule(text)
@@ -67,11 +60,10 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
             automatic.update(meant)
             continue
         for name in meant:
-            known = given.setdefault(targets[name], _MatchedRules())
-            (known.exact if is_exactly(pattern, name) else known.globs)[pattern] = rule
+            given.setdefault(targets[name], {}).setdefault(is_exactly(pattern, name), {})[pattern] = rule
     found: dict[RuleTarget, Rule] = {}
     for target, each in given.items():
-        chosen = each.exact or each.globs
+        chosen = each.get(True) or each[False]
         # Two globs are of one rank: no order of theirs would be right for all readers, so they must agree.
         if len({rule.text for rule in chosen.values()}) > 1:
             listed = " and ".join(f"{pattern!r} ({rule.text})" for pattern, rule in chosen.items())

@@ -14,38 +14,20 @@ from typing import Any, Self
 import torch
 
 from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.forward.observe import Observed
 from shardwise.engine.torch_private import FakeTensor, Operator, TorchDispatchMode, tree_map, version_of
 from shardwise.errors import ModelError, PlanError
 
-
-class KeptOutputs(TorchDispatchMode):
-    """Keeps, in the first run, what the operators gave."""
-
-    def __init__(self, operators: Collection[Operator]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._operators = operators
-        self.outputs: dict[Operator, list[tuple[Any, int]]] = {}
-        """Of each operator in the order of its calls, the last first when they are taken; with versions."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of what is kept."""
-        return sum(each.nbytes for kept in self.outputs.values() for made, _ in kept for each in tensors_in(made))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in self._operators and not _is_tried(made):
-            # Apart from what autograd hangs the graph on.
-            self.outputs.setdefault(func, []).append((tree_map(_detached, made), _version_of(made)))
-        return made
+_Outputs = dict[Operator, list[tuple[Any, int]]]
+"""Of each operator in the order of its calls, with versions."""
 
 
 class TakenOutputs(TorchDispatchMode):
     """Gives them, in the second run, in the place of a call."""
 
-    def __init__(self, kept: KeptOutputs) -> None:
+    def __init__(self, outputs: _Outputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._outputs = kept.outputs
+        self._outputs = outputs
         self._taken: dict[Operator, int] = {}
 
     def __enter__(self) -> Self:
@@ -88,10 +70,18 @@ def _version_of(made: Any) -> int:
     return sum(version_of(each) for each in tensors if isinstance(each, torch.Tensor))
 
 
-def outputs_kept(operators: Collection[Operator]) -> tuple[KeptOutputs, TakenOutputs]:
-    """The modes of the two runs of one call."""
-    kept = KeptOutputs(operators)
-    return kept, TakenOutputs(kept)
+def outputs_kept(operators: Collection[Operator]) -> tuple[Observed, TakenOutputs]:
+    """The modes of the two runs of one call; the value of the first is the bytes of what is kept."""
+    outputs: _Outputs = {}
+
+    def keep(func: Any, args: Any, kwargs: Any, made: Any) -> int:
+        if func not in operators or _is_tried(made):
+            return 0
+        # Apart from what autograd hangs the graph on.
+        outputs.setdefault(func, []).append((tree_map(_detached, made), _version_of(made)))
+        return sum(each.nbytes for each in tensors_in(made))
+
+    return Observed(keep), TakenOutputs(outputs)
 
 
 def overloads_of(operators: Collection[str]) -> frozenset[Operator]:

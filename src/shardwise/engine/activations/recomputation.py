@@ -85,7 +85,10 @@ class Recomputed(OfEngine):
         given = KeptArguments(args, kwargs)
         if self._warned is not None and given.objects:
             self._warn(given.objects, self._warned)
-        parameters = self._seen_parameters()
+        self._num_looks += 1
+        reads = is_due(self._num_looks)
+        with DisableTorchFunction():  # under pp a mode answers for parameters of other stages
+            parameters = [SeenTensor(each, content=reads) for _, _, each in self._parameters]
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
         seeing = seeing_modes()
@@ -117,9 +120,11 @@ class Recomputed(OfEngine):
         # Torch would keep random numbers by the kind of device that it guesses.
         output = checkpoint(compute, *given.take_tensors(), use_reentrant=False, preserve_rng_state=False, **more)
         if modes is not None:
-            self.kept_bytes = modes[0].num_bytes
+            self.kept_bytes = int(modes[0].value)
         kept.settle()
-        if self._are_written(parameters):
+        with DisableTorchFunction():
+            is_written = any(each.is_written(each.tensor) for each in parameters)
+        if is_written:
             raise ModelError(
                 f"the forward of {self.name!r} writes to a parameter, and would do so twice: backward runs it again. "
                 "Name modules around which nothing is written in activations.checkpoint"
@@ -144,18 +149,6 @@ class Recomputed(OfEngine):
 
     def _not_in_place(self) -> list[tuple[nn.Module, str]]:
         return [(holder, key) for holder, key, each in self._parameters if holder._parameters.get(key) is not each]
-
-    def _seen_parameters(self) -> list[SeenTensor]:
-        self._num_looks += 1
-        reads = is_due(self._num_looks)
-        # Under pp a mode answers for parameters of other stages.
-        with DisableTorchFunction():
-            return [SeenTensor(each, content=reads) for _, _, each in self._parameters]
-
-    @staticmethod
-    def _are_written(seen: Sequence[SeenTensor]) -> bool:
-        with DisableTorchFunction():
-            return any(each.is_written(each.tensor) for each in seen)
 
 
 class KeptArguments:

@@ -114,17 +114,13 @@ class Atoms:
             for atom in members[of == WHOLE].tolist() if tie.is_forbidding else ():
                 # Negative keys, per atom: every whole feature is in group 0, and each has its own reason to be there.
                 whole.setdefault(-atom, tie.why)
-            for group, count in zip(*_counted(of), strict=True):
+            found_here = torch.unique(of, return_counts=True)
+            for group, count in zip(*(each.tolist() for each in found_here), strict=True):
                 weight = (not tie.is_expected, count)
                 # The tie over most atoms says most; what products tie is said only where there is nothing else.
                 if group != WHOLE and (group not in found or weight > found[group][0]):
                     found[group] = (weight, tie.why)
         return {group: why for group, (_, why) in found.items()} | whole
-
-
-def _counted(groups: torch.Tensor) -> tuple[list[int], list[int]]:
-    values, counts = torch.unique(groups, return_counts=True)
-    return values.tolist(), counts.tolist()
 
 
 def varies(numbers: torch.Tensor, dim: int) -> bool:

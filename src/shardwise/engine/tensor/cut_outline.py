@@ -157,11 +157,12 @@ class Probes:
         if isinstance(module, nn.Embedding):
             # An embedding is known by its class. `max_norm` renormalizes the rows that tokens read,
             # `scale_grad_by_freq` counts tokens: a rank that has other tokens masked out would do both otherwise.
-            settings = [key for key in ("max_norm", "scale_grad_by_freq") if getattr(module, key)]
+            settings = " and ".join(key for key in ("max_norm", "scale_grad_by_freq") if getattr(module, key))
+            problem = "which depend on the tokens of the other ranks; leave them out, or it whole"
             own = type(module).forward is not nn.Embedding.forward or has_own_forward(module)
             return {
                 "computes": "embedding",
-                "problem": _embedding_problem(settings),
+                "problem": f"it has {settings}, {problem}" if settings else "",
                 "column_problem": "its forward does more than to look up rows" if own else "",
             }
         held = {key: value for key, value in module._parameters.items() if value is not None}
@@ -180,14 +181,6 @@ class Probes:
             with torch.no_grad(), random_numbers_kept(weight.device):
                 self._known[alike] = _probe(module, held, numbers)
         return self._known[alike]
-
-
-def _embedding_problem(settings: list[str]) -> str:
-    if not settings:
-        return ""
-    return (
-        f"it has {' and '.join(settings)}, which depend on the tokens of the other ranks; leave them out, or it whole"
-    )
 
 
 def _probe(module: nn.Module, held: Mapping[str, nn.Parameter], numbers: Mapping[str, int]) -> dict[str, Any]:

@@ -42,40 +42,27 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         names.setdefault(id(parameter), name)
         owners[id(parameter)] = of_module.get(module) or owners.get(id(parameter), "")
     flow = TensorFlow(Atoms(), owners, followed)
-    root = _Root(flow)
+    given: list[torch.Tensor] = []
+
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        for numbers in [flow.numbers[each] for each in flow.cut(_tensors_in(output))]:
+            given.append(numbers)
+            # A program reads what the model gives, and expects the whole. A head over a vocabulary is recognized by
+            # this, and gets the rule `vocab`, which gathers.
+            flow.atoms.forbid(numbers, "the model gives it")
+
     # Without dropout and without a graph: atoms do not depend on values, and gradients are followed as levels.
     with aside(model):
         model.eval()
         for each in followed.values():
             each.flow = flow
             wrap(each.called, each)
-        wrap(model, root)
+        model.register_forward_hook(note)
         for name, module in model.named_modules():
             watch_calls(module, partial(flow.where.append, name), partial(flow.where.__delitem__, -1))
         with Following(flow):
             call()
-    return _TraceReader(flow, followed, outline, root.given, names=names).trace()
-
-
-class _Root(Layer):
-    """Notes what the model gives."""
-
-    place = Place.WATCH
-
-    def __init__(self, flow: TensorFlow) -> None:
-        self.given: list[torch.Tensor] = []
-        self._flow = flow
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.forward(*args, **kwargs)
-        for each in _tensors_in(output):
-            if (numbers := self._flow.numbers.get(each)) is not None:
-                self.given.append(numbers)
-                # A program reads what the model gives, and expects the whole. A head over a vocabulary is recognized by
-                # this, and gets the rule `vocab`, which gathers.
-                self._flow.atoms.forbid(numbers, "the model gives it")
-        return output
+    return _TraceReader(flow, followed, outline, given, names=names).trace()
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:
@@ -272,7 +259,8 @@ class _TraceReader:
         bias = known.parameters.get("bias")
         tied = "its bias is shared with another module" if bias and self._holders[bias] > 1 else ""
         problem = known.problem or each.problem or outside
-        outputs: Groups = () if each.atoms is None else self._tuple(each.atoms)
+        atoms: Groups = () if each.atoms is None else _tuple(each.atoms)
+        outputs = tuple(self._groups[list(atoms)].tolist())
         inputs = [slim(self._groups[numbers]) for numbers in each.inputs]
         mixed = any(map(_varies_inside, inputs))
         is_head = each.atoms is not None and any(torch.equal(given, each.atoms) for given in self._given)
@@ -287,18 +275,12 @@ class _TraceReader:
             has_whole_input=each.has_whole_input,
             column_problem=problem or tied or known.column_problem,
             row_problem=problem or ("its input is not cut by features alone" if mixed else ""),
-            why_whole="" if each.atoms is None else self._why_whole(each.atoms),
+            why_whole=next((why for atom in atoms if (why := self._reasons.get(-atom))), ""),
             is_head=is_head,
             vocabulary=rows if fits else 0,
             weight=weight,
             num_holders=self._holders[weight],
         )
-
-    def _why_whole(self, atoms: torch.Tensor) -> str:
-        return next((why for each in atoms.tolist() if (why := self._reasons.get(-each))), "")
-
-    def _tuple(self, numbers: torch.Tensor) -> Groups:
-        return _tuple(self._groups[numbers])
 
     def _bare(self, parameter: nn.Parameter, numbers: torch.Tensor) -> TracedParameter | None:
         """The groups of a parameter, and their dim; None where it meets nothing that is cut."""

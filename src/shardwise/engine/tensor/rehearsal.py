@@ -2,7 +2,7 @@
 
 No rank waits for another: what a sum or a gathering would give is taken from a run of the whole model.
 
-    whole model   x -> up -> h (12) -> tanh -> a (12) -> down -> y        `_Listener` keeps a and y of `down`
+    whole model   x -> up -> h (12) -> tanh -> a (12) -> down -> y        a hook keeps a and y of `down`
     rank 0        x -> up -> h[0:6] -> tanh -> a'     |  `_Prompter`: a' must be a[0:6]; gives y  |-> as in the whole
     rank 1        x -> up -> h[6:12] -> tanh -> a"    |               a" must be a[6:12]; gives y |-> as in the whole
 
@@ -12,6 +12,7 @@ behind it. The inside of a cut is computed for each rank by the forward that wil
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,8 +114,8 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
         name: [] for name, styles in plan.styles.items() if any(_ends(style) for style in styles)
     }
     with aside(model) as has_drawn:
-        for name in heard:
-            wrap(model.get_submodule(name), _Listener(heard[name]))
+        for name, calls in heard.items():
+            model.get_submodule(name).register_forward_hook(partial(_note, calls), with_kwargs=True)
         call()
         return heard, has_drawn()
 
@@ -123,20 +124,11 @@ def _ends(style: Style) -> bool:
     return style.kind in ("row", "vocab", "gathered") or style.gathers
 
 
-class _Listener(Layer):
-    """Keeps what a module reads and gives."""
-
-    place = Place.WATCH
-
-    def __init__(self, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._calls = calls
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.forward(*args, **kwargs)
-        # Copies: the model may write in place to what it reads or gives.
-        self._calls.append((_first(args, kwargs).clone(), output.clone()))
-        return output
+def _note(
+    calls: list[tuple[torch.Tensor, torch.Tensor]], _module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor
+) -> None:
+    # Copies: the model may write in place to what it reads or gives.
+    calls.append((_first(args, kwargs).clone(), output.clone()))
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -27,6 +27,7 @@ from shardwise.errors import PlanError, in_words
 from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of, parents
 from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor, refused_by_plan
 from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInference, infer_rules
+from shardwise.plan.tensor_matching import modules_around
 from shardwise.plan.tensor_plan import TensorPlan
 
 _MOST_REHEARSALS = 64
@@ -109,14 +110,12 @@ class _Search:
 
     def _kind_of(self, family: MapFamily) -> object:
         # Layers are alike where the classes of their maps and of what holds them are, and the groups: names differ.
-        kinds = frozenset((self.modules[each].kind, self._parent(each).kind) for each in family.columns)
+        around = [modules_around(self.modules, each)[:2] for each in family.columns]
+        kinds = frozenset(tuple(module.kind for module in each) for each in around)
         kind = (kinds, family.num_groups, family.widths)
         if kind not in self.choices:
             self.choices[kind] = list(self._choices(family))
         return kind
-
-    def _parent(self, name: str) -> TensorModule:
-        return next(self.modules[each] for each in (*parents(name), "") if each in self.modules and each != name)
 
     def _around(self, family: MapFamily) -> dict[str, TensorModule]:
         """The modules that hold the maps, or hold what holds them, and may count their features."""

@@ -17,10 +17,10 @@ from shardwise.comm import Channel
 from shardwise.engine.forward.part_watch import PartWatch
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import portion_of
+from shardwise.engine.tensor.tp_collectives import TpCollectives
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, backward_hooks, gradient_hooks
 from shardwise.errors import few_of
 from shardwise.plan.tensor_plan import TensorPlan
-from shardwise.space import Portion
 
 _Hook: TypeAlias = Callable[[torch.Tensor], Any]
 
@@ -103,25 +103,11 @@ class _AroundHook:
             sum_over_ranks([whole], self._channel)
             return whole
         portions = [each for each in self._portions if each is not None]
-        counts = [torch.Size(each.shape).numel() for each in portions]
-        flat = gradient.new_empty(sum(counts))
-        self._channel.all_gather(
-            flat, gradient.reshape(-1), counts=counts, purpose=f"gradient of {self._name!r} for a hook"
-        ).wait()
-        whole = gradient.new_empty(portions[0].global_shape)
-        for part, portion in zip(flat.split(counts), portions, strict=True):
-            _put(whole, part.view(portion.shape), portion)
-        return whole
+        collectives = TpCollectives(self._channel, f"gradient of {self._name!r} for a hook")
+        return collectives.all_gather(gradient, portions[0].dim, [each.ranges for each in portions])
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         portion = self._portions[self._channel.rank]
         if portion is not None:
             return portion_of(whole, portion).contiguous()
         return whole if self._channel.rank == 0 else torch.zeros_like(whole)
-
-
-def _put(whole: torch.Tensor, part: torch.Tensor, portion: Portion) -> None:
-    at = 0
-    for start, stop in portion.ranges:
-        whole.narrow(portion.dim, start, stop - start).copy_(part.narrow(portion.dim, at, stop - start))
-        at += stop - start
