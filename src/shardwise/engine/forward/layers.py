@@ -178,21 +178,6 @@ def unwrap(model: nn.Module) -> None:
             found[0].own.give_back()
 
 
-@contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
-    """Inside, the modules have no layers."""
-    keys = ("forward", COMPILED_CALL)
-    saved = [(vars(each), {key: vars(each)[key] for key in keys if key in vars(each)}) for each in model.modules()]
-    unwrap(model)
-    try:
-        yield
-    finally:
-        for held, before in saved:
-            for key in keys:
-                held.pop(key, None)
-            held.update(before)
-
-
 def structures_of(module: nn.Module) -> tuple[Hashable, ...]:
     """Of the layers of a module, from the outside in: their kinds, and what decides shapes."""
     return tuple((type(each), each.structure) for each in layers_of(module))

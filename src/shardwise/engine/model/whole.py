@@ -20,9 +20,10 @@ from torch import nn
 
 from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.batch_digests import digest_of_lines
 from shardwise.engine.forward.inventory import named_places, with_values
-from shardwise.engine.forward.layers import is_ours, unwrapped
+from shardwise.engine.forward.layers import is_ours, unwrap
 from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
@@ -39,7 +40,7 @@ from shardwise.engine.model.state_of_all import (
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
-from shardwise.engine.torch_private import HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
+from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
@@ -239,7 +240,7 @@ class _WholeModel:
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
         ]
-        self._without_layers = unwrapped(model)
+        self._put_layers_back: Callable[[], None] = lambda: None
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> "_WholeModel":
@@ -248,7 +249,8 @@ class _WholeModel:
                 self._hooks.append((hooks, dict(hooks)))
                 for number in [number for number, hook in hooks.items() if is_ours(hook)]:
                     del hooks[number]
-        self._without_layers.__enter__()
+        self._put_layers_back = kept_attributes(self._model.modules(), names=("forward", COMPILED_CALL))
+        unwrap(self._model)
         for module, key, place, _ in self._parts:
             # Not register_parameter: recurrent modules keep lists of theirs.
             setattr(module, key, self.parameters[self._ties.get(place, place)])
@@ -267,7 +269,7 @@ class _WholeModel:
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
         put_back(self._swapped)
-        self._without_layers.__exit__(None, None, None)
+        self._put_layers_back()
         for hooks, order in self._hooks:
             added = {number: hook for number, hook in hooks.items() if number not in order}
             hooks.clear()
