@@ -90,20 +90,11 @@ def plan_tensor(outline: TensorOutline, rules: Mapping[str, str] | Literal["auto
     return planner.plan()
 
 
-def refused_by_plan(outline: TensorOutline, rules: Mapping[str, str], *, num_ranks: int) -> frozenset[str]:
-    """The modules and parameters that findings of `plan_tensor` are about, as far as they are about single ones."""
-    planner = _Planner(outline, num_ranks)
-    planner.apply(rules)
-    return frozenset(planner.refused)
-
-
 class _Planner:
     """Collects cuts, styles and findings."""
 
     def __init__(self, outline: TensorOutline, num_ranks: int) -> None:
         self.findings: list[str] = []
-        self.refused: set[str] = set()
-        """The modules and parameters that findings are about."""
         self._outline = outline
         self._num_ranks = num_ranks
         self._modules = {module.name: module for module in outline.modules}
@@ -119,13 +110,11 @@ class _Planner:
     def apply(self, rules: Mapping[str, str]) -> None:
         found, self.findings = match_rules(self._outline, rules)
         for target, rule in found.items():
-            module, num_findings = self._modules[target.module], len(self.findings)
+            module = self._modules[target.module]
             if target.attribute is None:
                 self._apply_to_module(module, rule)
             else:
                 self._apply_to_parameter(module, target.attribute, rule)
-            if len(self.findings) > num_findings:
-                self.refused.add(".".join(filter(None, (target.module, target.attribute))))
         self._check_ties()
         self._check_sums()
         self.findings += check_uses(self._outline, found, self._cuts, self._styles)
@@ -455,7 +444,6 @@ class _Planner:
             (first, cut), *_ = cuts.items()
             for module, attribute in places[name]:
                 if (other := cuts.get((module.name, attribute))) != cut:
-                    self.refused |= {first[0], module.name}
                     how = "whole" if other is None else f"cut along dim {other.dim} at {_cut_points(other)}"
                     self.findings.append(
                         f"'{first[0]}.{first[1]}' and {_named(module, attribute)} are one parameter (a tie). The "

@@ -24,8 +24,8 @@ from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.tensor.forward_recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError, in_words
-from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of, parents
-from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor, refused_by_plan
+from shardwise.plan.outlines import TensorModule, TensorOutline, parents
+from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor
 from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInference, infer_rules
 from shardwise.plan.tensor_matching import modules_around
 from shardwise.plan.tensor_plan import TensorPlan
@@ -96,7 +96,8 @@ class _Search:
             try:
                 plan = plan_tensor(self.outline, rules, num_ranks=self.num_ranks)
             except PlanError as error:
-                self._give_up_planned(inference, rules, error)
+                # What a trace shows, the planner takes; else all that it was asked for is whole.
+                self.without |= dict.fromkeys(inference.rules, error.problems[0])
                 continue
             try:
                 rehearse(self.model, self.outline, plan, self.call)
@@ -193,19 +194,6 @@ class _Search:
             if inside and around:
                 return inside
         return []
-
-    def _give_up_planned(self, inference: RuleInference, rules: Mapping[str, str], error: PlanError) -> None:
-        """Leave whole what the planner refuses."""
-        # Only the families that it refuses are given up, where it refuses any by itself.
-        refused = refused_by_plan(self.outline, rules, num_ranks=self.num_ranks)
-        around = {*refused, *inside_of(refused)} - {""}
-        names = [name for name in inference.rules if name in around]
-        families = [each for each in inference.families if {*each.rules} & {*names}] or (
-            [] if {*inference.vocabulary} & {*names} else list(inference.families)
-        )
-        for family in families:
-            self.without |= dict.fromkeys((*family.columns, *family.rows), error.problems[0])
-        self.without |= {name: error.problems[0] for name in inference.vocabulary if name in names or not families}
 
 
 def _said(wrong: RehearsalError) -> str:
