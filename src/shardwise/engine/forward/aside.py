@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -33,21 +32,6 @@ def items_set(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
     finally:
         for held, key, before, _ in saved:
             held[key] = before
-
-
-@contextmanager
-def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Meanwhile the module has these tensors instead of its parameters."""
-    # nn.Module.__setattr__ refuses a plain tensor under the name of a parameter. In a rehearsal, and for the zeros of a
-    # bias, the forward has to see plain tensors.
-    held: dict[str, Any] = module._parameters
-    # Around each call of a module that is cut along tp: as few calls of Python as can be.
-    saved = dict(zip(values, map(held.get, values), strict=True))
-    held.update(values)
-    try:
-        yield
-    finally:
-        held.update(saved)
 
 
 def kept_attributes(

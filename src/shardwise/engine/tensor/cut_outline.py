@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept
-from shardwise.engine.forward.aside import attributes_set, parameters_set
+from shardwise.engine.forward.aside import attributes_set, items_set
 from shardwise.engine.forward.inventory import named_places, place_of
 from shardwise.engine.forward.layers import has_own_forward
 from shardwise.engine.forward.packed_tensors import is_packed
@@ -224,7 +224,8 @@ def _is_linear(module: nn.Module, held: Mapping[str, nn.Parameter], outputs: int
     expected = expected if bias is None else expected + bias
     try:
         # `module.forward`, not the call: hooks of a program must not see a probe.
-        with parameters_set(module, {"weight": weight} if bias is None else {"weight": weight, "bias": bias}):
+        values = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        with items_set((module._parameters, key, value) for key, value in values.items()):
             output = module.forward(value)
     except Exception:
         # A forward that wants another input raises what it likes. It is no linear map then.

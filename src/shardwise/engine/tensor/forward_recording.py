@@ -1,7 +1,7 @@
 """Runs a forward once and writes down which features of its linear maps have to be on one rank.
 
     q = Linear(6, 4)   the layer `_Followed` runs it paused, and gives its output 4 fresh atoms     a b c d
-    view, q @ k^T      the mode `Following` runs each operation and applies its rule to the atoms     a b | c d
+    view, q @ k^T      `_see` applies the rule of each operation to the atoms                         a b | c d
     o = Linear(4, 6)   `_Followed` notes the atoms that it reads, and gives its output fresh ones     reads a b c d
     afterwards         `_TraceReader` numbers the groups: q gives 1 1 3 3, o reads 1 1 3 3            a `ForwardTrace`
 
@@ -20,10 +20,11 @@ from typing_extensions import override
 
 from shardwise.engine.forward.inventory import named_places
 from shardwise.engine.forward.layers import Layer, Place, wrap
+from shardwise.engine.forward.observe import Observed
 from shardwise.engine.forward.trial_runs import aside, watch_calls
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
-from shardwise.engine.torch_private import TorchDispatchMode, schema_of, tree_leaves
+from shardwise.engine.torch_private import schema_of, tree_leaves
 from shardwise.plan.adapted_maps import followed_maps
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
@@ -60,7 +61,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         model.register_forward_hook(note)
         for name, module in model.named_modules():
             watch_calls(module, partial(flow.where.append, name), partial(flow.where.__delitem__, -1))
-        with Following(flow):
+        with Observed(partial(_see, flow)):
             call()
     return _TraceReader(flow, followed, outline, given, names=names).trace()
 
@@ -177,33 +178,22 @@ _CONSTANTS = frozenset({"zeros", "ones", "full", "scalar_tensor", "new_zeros", "
 """Operations that give tensors with all elements alike."""
 
 
-class Following(TorchDispatchMode):
-    """Applies the rule of every operation to a flow, but for those inside of followed modules."""
-
-    def __init__(self, flow: TensorFlow) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._flow = flow
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        flow = self._flow
-        if flow.paused:
-            return func(*args, **kwargs)
-        given = _tensors_in((args, kwargs))
-        for each in given:
-            flow.read(each)
-        output = func(*args, **kwargs)
-        name = schema_of(func).name.removeprefix("aten::")
-        operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
-        flow.set_levels(operation)
-        # Most operations of a forward see nothing that is cut, and need no rule.
-        if not flow.cut(given):
-            _follow_whole(flow, operation)
-        elif any(each.numel() for each in operation.made):
-            follow(flow, operation)
-        return output
+def _see(flow: TensorFlow, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Apply the rule of an operation to the flow, but for those inside of followed modules."""
+    if flow.paused:
+        return 0
+    given = _tensors_in((args, kwargs))
+    for each in given:
+        flow.read(each)
+    name = schema_of(func).name.removeprefix("aten::")
+    operation = TracedOperation(func, name, args, kwargs, given, output, _tensors_in(output))
+    flow.set_levels(operation)
+    # Most operations of a forward see nothing that is cut, and need no rule.
+    if not flow.cut(given):
+        _follow_whole(flow, operation)
+    elif any(each.numel() for each in operation.made):
+        follow(flow, operation)
+    return 0
 
 
 def _follow_whole(flow: TensorFlow, operation: TracedOperation) -> None:

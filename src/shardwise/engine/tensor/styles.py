@@ -19,7 +19,7 @@ other masks the replicas of activations and parameters would drift apart, and no
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import FrameType
 from typing import Any
@@ -29,7 +29,6 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm import Channel
-from shardwise.engine.forward.aside import attributes_set, parameters_set
 from shardwise.engine.forward.layers import (
     Layer,
     Place,
@@ -115,8 +114,11 @@ class Styled(Layer):
             return self._run(self, args, kwargs)
         # A recomputation that goes through this layer finds the module with what a backward gave it. It starts from
         # the module's own: else heads, say, would be divided by the ranks twice.
-        with _holding(self.module, self._held):
+        given = _put(self.module, self._held)
+        try:
             return self._run(self, args, kwargs)
+        finally:
+            _put(self.module, given)
 
     def run_with(self, held: "_Held", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward while the module holds something else, which it holds again in the backward of the answer.
@@ -126,32 +128,28 @@ class Styled(Layer):
             forward    [ num_heads = 4 ............ ] num_heads = 6
             backward   ... [ num_heads = 4: recomputed part of forward, its backward ] num_heads = 6
         """
-        with _holding(self.module, held):
+        own = _put(self.module, held)
+        try:
             answer = self.forward(*args, **kwargs)
+        finally:
+            _put(self.module, own)
         if torch.is_grad_enabled() and any(held):
             self._hold_in_backward(held, answer)
         return answer
 
     def _held_in_backward(self, held: "_Held", answer: Any) -> None:
         """The module holds it from where backward reaches the answer, up to the end of that backward."""
-        module = self.module
 
         def begin(_: torch.Tensor) -> None:
             # Several outputs, and several calls in one backward, all hook this: the first one changes the module.
-            if self._held is not None:
-                return
-            attributes, parameters = held
-            self._held = (
-                {key: getattr(module, key) for key in attributes},
-                {key: module._parameters[key] for key in parameters},
-            )
-            given = _holding(module, held)
-            given.__enter__()
-            at_end_of_backward(lambda: end(given))
+            if self._held is None:
+                self._held = _put(self.module, held)
+                at_end_of_backward(end)
 
-        def end(given: AbstractContextManager[None]) -> None:
-            self._held = None
-            given.__exit__(None, None, None)
+        def end() -> None:
+            if self._held is not None:
+                _put(self.module, self._held)
+                self._held = None
 
         for each in tree_leaves(answer):
             if type(each) is torch.Tensor and each.grad_fn is not None:
@@ -420,12 +418,15 @@ def span_outside(values: torch.Tensor, size: int) -> tuple[int, int] | None:
     return None if 0 <= lowest <= highest < size else (lowest, highest)
 
 
-@contextmanager
-def _holding(module: nn.Module, held: _Held) -> Iterator[None]:
-    """The module holds these attributes and parameters meanwhile."""
+def _put(module: nn.Module, held: _Held) -> _Held:
+    """Let the module hold these attributes and parameters; what it held before."""
     attributes, parameters = held
-    with attributes_set(module, attributes), parameters_set(module, parameters):
-        yield
+    own: Any = module._parameters
+    before = {key: getattr(module, key) for key in attributes}, {key: own[key] for key in parameters}
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    own.update(parameters)  # nn.Module.__setattr__ refuses zeros, a plain tensor, in the place of a bias
+    return before
 
 
 def put_styles(model: nn.Module, plan: TensorPlan, channel: Channel) -> None:
