@@ -55,6 +55,7 @@ from shardwise.engine.forward.passes import Joint
 from shardwise.engine.step.channels import EngineChannels, RankGroups
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
+    StepFacts,
     StepFlags,
     batch_compared,
     exchange_step,
@@ -229,7 +230,7 @@ class StepSaid:
         weights = [float(chance.randrange(1, 4096)) if self._kind.counts_tokens else 8.0 for _ in range(MICROBATCHES)]
         lines = [f"'input' [32, 2048] int64 with digest {chance.getrandbits(64):016x}"]
         batch = batch_compared(lines, is_whole=True) if self._kind.pp * self._kind.tp > 1 else b""
-        return {"weights": weights, "batch": batch, "autocast": "no autocast"}
+        return {"weights": weights, "batch": batch, "facts": StepFacts(autocast="no autocast")}
 
     def closing(self, rank: int) -> dict[str, Any]:
         """For `exchange_step`."""

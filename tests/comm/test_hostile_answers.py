@@ -16,11 +16,11 @@ from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import DIM_0
 from shardwise.engine.forward.batches import MicrobatchLoss
-from shardwise.engine.metrics.evaluation_exchange import exchange_evaluation, parts_of_evaluation
-from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics, exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
+    StepFacts,
     StepFlags,
     Weighting,
     batch_compared,
@@ -56,7 +56,8 @@ def packed_parts(parts: Sequence[bytes]) -> bytes:
     return struct.pack(f"<{len(parts)}I", *map(len, parts)) + b"".join(parts)
 
 
-OPENING = parts_of_opening([1.0, 2.0], written=["w"], batch=batch_compared(["x: float32"], is_whole=True))
+FACTS = StepFacts(written=["w"])
+OPENING = parts_of_opening([1.0, 2.0], FACTS, batch=batch_compared(["x: float32"], is_whole=True))
 PIECES = [Piece(name="a", dtype="float32", global_shape=(4, 2), offset=(0, 0), shape=(2, 2))]
 TIMES = RankTimes(
     rank=0,

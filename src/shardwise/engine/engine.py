@@ -44,8 +44,12 @@ from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, 
 from shardwise.engine.generation.generation import Gather, Generation, Prompts, Seeds
 from shardwise.engine.guards.forward_writes import ForwardWrites
 from shardwise.engine.guards.plain_calls import CHANGED_LINES
-from shardwise.engine.metrics.evaluation_exchange import exchange_evaluation, parts_of_evaluation
-from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics, Metric
+from shardwise.engine.metrics.evaluation_metrics import (
+    EvaluationMetrics,
+    Metric,
+    exchange_evaluation,
+    parts_of_evaluation,
+)
 from shardwise.engine.model.plan_sizes import PlanSizes
 from shardwise.engine.model.rank_parts import Asked, RankParts
 from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, state_of
@@ -57,11 +61,11 @@ from shardwise.engine.step.channels import stopping_peers
 from shardwise.engine.step.closing import StepClosing
 from shardwise.engine.step.exchange import factors_on_device
 from shardwise.engine.step.loss_scaling import to_settings
-from shardwise.engine.step.norm_parts import NormParts, Norms
+from shardwise.engine.step.norm import NormParts, Norms
 from shardwise.engine.step.opening import StepOpening
 from shardwise.engine.step.reports import EvaluationReport, StepReport, report_on_look
 from shardwise.engine.step.trained_batches import TrainedBatches
-from shardwise.engine.telemetry.step_meter import step_meter
+from shardwise.engine.telemetry.rank_times import step_meter
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of

@@ -80,7 +80,7 @@ from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.computation import Computation, Forwards
-from shardwise.engine.step.norm_parts import clipped_parts
+from shardwise.engine.step.norm import clipped_parts
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import put_styles

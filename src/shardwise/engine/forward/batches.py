@@ -348,21 +348,14 @@ class LossOfModel:
             inner = wrapped
         self._inner = inner
         parameters = inspect.signature(inner.forward).parameters.values()
+        places = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)]
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self._named = [each.name for each in named]
+        self._required = [each.name for each in places if each.default is each.empty]
+        self._required_names = [each.name for each in named if each.default is each.empty]
         self._takes_any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self._named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        self._required = [
-            each.name
-            for each in parameters
-            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)
-        ]
-        self._required_names = [
-            each.name for each in parameters if each.default is each.empty and each.name in self._named
-        ]
-        self._has_optional_places = any(
-            each.kind is each.VAR_POSITIONAL
-            or (each.default is not each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY))
-            for each in parameters
-        )
+        takes_any_place = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+        self._has_optional_places = takes_any_place or len(self._required) < len(places)
 
     def check(self) -> None:
         """Raise ModelError for a loss that is no function, and BatchError for what is no dim of rows."""

@@ -11,6 +11,7 @@ the data ranks, and so compute the same result.
 import copy
 import json
 import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +22,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import texts_in, understood
+from shardwise.comm import Channel
+from shardwise.comm.agreement import exchange_parts, texts_in, understood
+from shardwise.comm.hosts import naming_hosts
 from shardwise.comm.nested_values import transform
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import BatchRows
-from shardwise.engine.forward.batches import Microbatch, count_rows
+from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, count_rows
+from shardwise.engine.step.channels import RankGroups
+from shardwise.engine.step.exchange import Weighting
+from shardwise.engine.step.loss_entries import LossEntries, kinds_of_ranks, names_in, rows_in, sums_of_shares
+from shardwise.engine.step.reports import EvaluationReport
 from shardwise.errors import MetricError, MismatchError
 from shardwise.moving.nested_exchange import packed, unpacked
 
@@ -303,3 +310,41 @@ def _as_number(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.item() if not leaf.ndim else leaf.cpu()
+
+
+# The one exchange of an evaluation, with its loss ------------------------------------------------------------------
+
+
+def exchange_evaluation(
+    parts: Sequence[bytes],
+    *,
+    channel: Channel,
+    weighting: Weighting,
+    ranks: RankGroups,
+    metrics: EvaluationMetrics,
+) -> EvaluationReport:
+    """The figures of all ranks, the same on every rank; parts: of this one.
+
+    Raises ModelError for unlike dicts of loss functions, and MismatchError for unlike metrics, the same on all ranks.
+    """
+    with naming_hosts(channel):
+        said, shares, *states = exchange_parts(channel, parts, purpose=PURPOSE)
+        kinds = kinds_of_ranks(said, purpose=PURPOSE)
+        rows = rows_in(shares, kinds, [0] * len(kinds), purpose=PURPOSE)
+        is_exact = channel.device.type == "cpu"
+        losses = sums_of_shares(rows, names_in(kinds), ranks.alike, is_exact=is_exact)
+        return EvaluationReport(
+            loss=losses["loss"],
+            weight=weighting.total,
+            losses=losses,
+            metrics=metrics.results(states, ranks.data_ranks),
+        )
+
+
+def parts_of_evaluation(
+    losses: Sequence[MicrobatchLoss], weighting: Weighting, data_rank: int, metrics: EvaluationMetrics
+) -> list[bytes]:
+    """What a rank gives, from the losses of its microbatches. Raises MetricError for states that cannot travel."""
+    entries = LossEntries(losses, weighting, data_rank)
+    shares = entries.shares()
+    return [entries.packed_kinds(), struct.pack(f"<{len(shares)}d", *shares), *metrics.packed()]

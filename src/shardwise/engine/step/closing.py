@@ -30,9 +30,8 @@ from shardwise.engine.optimizers.shown_gradients import ShownGradients
 from shardwise.engine.step.exchange import StepExchange, StepFlags, Weighting, exchange_step
 from shardwise.engine.step.figures import Divisors, FigureMaking, Figures, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
-from shardwise.engine.step.norm import clip_values
-from shardwise.engine.step.norm_parts import NormParts, Norms, clipped_parts, norm_parts, reported_parts
-from shardwise.engine.telemetry.step_meter import StepMeter
+from shardwise.engine.step.norm import NormParts, Norms, clip_values, clipped_parts, norm_parts, reported_parts
+from shardwise.engine.telemetry.rank_times import StepMeter
 from shardwise.engine.tensor.summed_gradients import sum_over_ranks
 from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.zero.flat_params import Owned, runs_of

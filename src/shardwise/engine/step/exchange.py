@@ -1,8 +1,7 @@
 """The two exchanges of a step: weights before anything is computed, what was touched before anything is updated.
 
     open    weights    of this rank's microbatches, 8 bytes each: [4, 4] and [3, 3]  ->  `Weighting`, mean weight 3.5
-            names      JSON: [parameters written from outside, autocast, what is trained, whether microbatches were
-                       given as a list]
+            facts      JSON of `StepFacts`
             batch      digest of its lines, where ranks share it, and in the first steps
 
     close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards,
@@ -20,7 +19,7 @@ ranks no loop over them.
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress, count, pairwise, zip_longest
@@ -210,25 +209,26 @@ def check_weight(value: float) -> None:
         raise BatchError(f"loss_weight gave {value} for a microbatch; a weight is a finite number of at least 0")
 
 
-def parts_of_opening(
-    weights: Sequence[Weight],
-    *,
-    written: Collection[str] = (),
-    autocast: str = "",
-    trained: str = "",
-    is_listed: bool = False,
-    batch: bytes = b"",
-) -> list[bytes]:
-    """What each rank tells the others before a step.
+class StepFacts(NamedTuple):
+    """What a rank says of a step before it is computed, besides its weights and its batch."""
 
-    is_listed: the microbatches were given as a list, so that ranks may have unlike numbers of them.
-    written: the parameters that were written to on this rank. autocast: the region of torch.autocast around the call.
-    trained: which parameters the step trains, in words. batch: from `batch_compared`.
-    """
+    written: Sequence[str] = ()
+    """Parameters that were written to from outside."""
+    masters: Sequence[str] = ()
+    """A parameter for each bucket whose masters were."""
+    autocast: str = ""
+    """The region of torch.autocast around the call."""
+    trained: str = ""
+    """Which parameters the step trains, in words."""
+    is_listed: bool = False
+    """Whether microbatches were given as a list, so that ranks may have unlike numbers of them."""
+
+
+def parts_of_opening(weights: Sequence[Weight], facts: StepFacts, *, batch: bytes = b"") -> list[bytes]:
+    """What each rank tells the others before a step. batch: from `batch_compared`."""
     # nan is no weight: it stands for one that is on the device.
     known = [math.nan if isinstance(each, torch.Tensor) else each for each in weights]
-    names = json.dumps([sorted(written), autocast, trained, is_listed]).encode()
-    return [struct.pack(f"<{len(known)}d", *known), names, batch]
+    return [struct.pack(f"<{len(known)}d", *known), json.dumps(facts).encode(), batch]
 
 
 NUM_PARTS_OF_OPENING = 3
@@ -244,11 +244,12 @@ def batch_compared(lines: Sequence[str], *, is_whole: bool) -> bytes:
     return (_WHOLE if is_whole else b"") + digest_of_lines(lines).encode()
 
 
-def _names_in(packed: bytes) -> tuple[list[str], str, str, bool]:
-    written, autocast, trained, is_listed = a_list(packed)
-    if not all(isinstance(each, str) for each in [*written, autocast, trained]) or not isinstance(is_listed, bool):
+def _facts_in(packed: bytes) -> StepFacts:
+    written, masters, autocast, trained, is_listed = a_list(packed)
+    texts = [*written, *masters, autocast, trained]
+    if not all(isinstance(each, str) for each in texts) or not isinstance(is_listed, bool):
         raise TypeError("no names")
-    return written, autocast, trained, is_listed
+    return StepFacts(written, masters, autocast, trained, is_listed)
 
 
 def _weights_in(packed: bytes) -> tuple[float, ...]:
@@ -262,17 +263,16 @@ def merge_weights(
     *,
     same_count: bool,
     ranks: RankGroups,
-) -> tuple[Weighting, list[str]]:
-    """The weights of all data ranks, and the parameters that were written to on any rank.
+) -> tuple[Weighting, list[StepFacts]]:
+    """The weights of all data ranks, and the facts of those that say unlike ones.
 
     parts: `parts_of_opening` of every rank. lines: of the batch of this rank.
     Raises the same error on all ranks when the weights cannot be used.
     """
-    packed, names, batches = parts
-    given = understood_runs(names, _names_in, purpose=_OPENING)
+    packed, said, batches = parts
     weighting = _weighting_in(packed, ranks)
-    unlike = [(rank, *said) for rank, (said, _) in zip(names.starts, given, strict=True)]
-    _refuse_different_steps([(rank, autocast, trained) for rank, _, autocast, trained, _ in unlike])
+    facts = [each for each, _ in understood_runs(said, _facts_in, purpose=_OPENING)]
+    _refuse_different_steps(facts, said.starts)
     # The lines themselves travel only where they have to be shown.
     if not _are_those_of(batches, ranks):
         answers = channel.exchange(json.dumps(lines).encode(), purpose="lines of a batch")
@@ -281,13 +281,13 @@ def merge_weights(
         # One is unknown: then all ranks give theirs on the device.
         are_there = np.arange(weighting.table.shape[1]) < weighting.counts[:, np.newaxis]
         weighting = replace(weighting, table=are_there.astype(np.float64), is_known=False)
-    if same_count and not weighting.is_same_count and not any(is_listed for *_, is_listed in unlike):
+    if same_count and not weighting.is_same_count and not any(each.is_listed for each in facts):
         raise MismatchError(
             f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}. "
             "Give step() the same microbatches on all, or a list of them, of any number"
         )
     weighting.check()
-    return weighting, sorted({name for _, written, *_ in unlike for name in written})
+    return weighting, facts
 
 
 def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
@@ -341,21 +341,21 @@ def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequenc
                     )
 
 
-def _refuse_different_steps(asked: Sequence[tuple[int, str, str]]) -> None:
-    """asked: the region of autocast and what is trained, with the first rank that calls so."""
-    _, region, first = asked[0]
-    for rank, autocast, _ in asked:
-        if autocast != region:
+def _refuse_different_steps(facts: Sequence[StepFacts], ranks: Sequence[int]) -> None:
+    """ranks: the first one that says each."""
+    first = facts[0]
+    for rank, each in zip(ranks, facts, strict=True):
+        if each.autocast != first.autocast:
             raise MismatchError(
-                f"ranks would compute in different dtypes: rank 0 calls under {region}, rank {rank} under {autocast}. "
-                "Call under the same torch.autocast on all ranks"
+                f"ranks would compute in different dtypes: rank 0 calls under {first.autocast}, rank {rank} under "
+                f"{each.autocast}. Call under the same torch.autocast on all ranks"
             )
-    for rank, _, trained in asked:
-        if trained != first:
+    for rank, each in zip(ranks, facts, strict=True):
+        if each.trained != first.trained:
             raise MismatchError(
-                f"ranks would train different parameters: rank 0 trains {first or 'all'}, and rank {rank} trains "
-                f"{trained or 'all'}. Call step(only=..., norms=...) and requires_grad_() the same on all ranks, on "
-                "the parameters that the model has after parallelize"
+                f"ranks would train different parameters: rank 0 trains {first.trained or 'all'}, and rank {rank} "
+                f"trains {each.trained or 'all'}. Call step(only=..., norms=...) and requires_grad_() the same on all "
+                "ranks, on the parameters that the model has after parallelize"
             )
 
 

@@ -35,6 +35,8 @@ from shardwise.engine.step.exact_sums import Numbers
 from shardwise.engine.step.exchange import Weighting, refuse_different_batches
 from shardwise.engine.step.loss_entries import LossEntries, kinds_of_ranks, names_in, rows_in, sums_of_shares
 from shardwise.engine.step.norm import (
+    Key,
+    NormParts,
     alike,
     clip,
     norm_dtype,
@@ -44,7 +46,6 @@ from shardwise.engine.step.norm import (
     squares_of_atoms,
     total_of_norms,
 )
-from shardwise.engine.step.norm_parts import Key, NormParts
 
 _PURPOSE = "losses and norms"
 

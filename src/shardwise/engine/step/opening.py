@@ -8,7 +8,7 @@ Nothing is computed before: see [1] of `engine`.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.step.channels import stopping_peers
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
+    StepFacts,
     Weighting,
     batch_compared,
     check_writes,
@@ -41,8 +42,6 @@ from shardwise.engine.step.exchange import (
 )
 from shardwise.errors import BatchError, SameRowsWarning
 
-_OF_MASTERS = ".."
-"""Before a name: of the masters of its bucket. No parameter's begins so."""
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
@@ -110,33 +109,30 @@ class StepOpening:
             compares = is_step and self._compared_steps > 0
             if self._shares_batch or compares:
                 lines = describe_batch(batch, digest=not is_step)
-            agreement.parts = parts_of_opening(
-                weights,
-                written=[
-                    *self._buffers.written,
-                    *map(_OF_MASTERS.__add__, self._buffers.written_masters),
-                ],
+            facts = StepFacts(
+                written=sorted(self._buffers.written),
+                masters=sorted(self._buffers.written_masters),
                 autocast=self._rank.computation.autocast.described(),
                 trained=trained,
                 is_listed=given is not None,
-                batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
             )
+            compared = batch_compared(lines, is_whole=is_on_host(batch)) if lines else b""
+            agreement.parts = parts_of_opening(weights, facts, batch=compared)
         if compares:
             self._warn_of_same_rows(agreement.of_parts[-1])
-        weighting, written = merge_weights(
+        weighting, said = merge_weights(
             self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._channels.ranks
         )
-        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
-        # other values would go its own way with every loss still looking right. All ranks know that they take part,
-        # because `written` is the union over all of them.
-        if written:
-            self._settle_writes(written)
+        self._settle_writes(said)
         return OpenedBatch(parts, weights, weighting)
 
-    def _settle_writes(self, told: Collection[str]) -> None:
+    def _settle_writes(self, said: Sequence[StepFacts]) -> None:
         """Give all ranks what was written from outside, or refuse it on all: what all ranks have said."""
-        masters = {each.removeprefix(_OF_MASTERS) for each in told if each.startswith(_OF_MASTERS)}
-        written = [each for each in told if not each.startswith(_OF_MASTERS)]
+        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
+        # other values would go its own way with every loss still looking right. All ranks know that they take part,
+        # because these are the unions over all of them.
+        written = sorted({name for each in said for name in each.written})
+        masters = {name for each in said for name in each.masters}
         if masters:
             with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
                 self._buffers.publish_masters(self._rank.updates.counters, masters)
