@@ -248,10 +248,10 @@ def where_unlike(
 
 def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) -> None:
     """Raise MismatchError on every rank unless all have the same lines; it names who differs, and where."""
-    texts = where_unlike(channel, list(lines), texts_in, subject=subject)
-    if texts is None:
-        return
+    texts = where_unlike(channel, list(lines), texts_in, subject=subject) or []
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if not different:
+        return
     position, rank = min((_first_difference(texts[0], texts[rank]), rank) for rank in different)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))
     raise MismatchError(
