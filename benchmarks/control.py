@@ -64,7 +64,8 @@ from shardwise.engine.step.exchange import (
 )
 from shardwise.engine.step.figures import Divisors, FigureMaking, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
-from shardwise.engine.telemetry.rank_times import RankTimes
+from shardwise.engine.step.reports import RankTimes
+from shardwise.engine.telemetry.rank_times import packed
 from shardwise.plan import Merge, Plan
 from shardwise.space import Mesh
 
@@ -261,7 +262,7 @@ class StepSaid:
             peak_bytes=chance.getrandbits(36),
             late_steps=0,
         )
-        return times.packed(num_ranks=self._size)
+        return packed(times, num_ranks=self._size)
 
 
 class Listening:

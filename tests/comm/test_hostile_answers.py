@@ -16,8 +16,9 @@ from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import DIM_0
 from shardwise.engine.forward.batches import MicrobatchLoss
-from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics, exchange_evaluation, parts_of_evaluation
+from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
 from shardwise.engine.step.channels import RankGroups
+from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
     StepFacts,
@@ -29,7 +30,8 @@ from shardwise.engine.step.exchange import (
     parts_of_opening,
 )
 from shardwise.engine.step.loss_entries import rows_in
-from shardwise.engine.telemetry.rank_times import RankTimes, rank_times
+from shardwise.engine.step.reports import RankTimes
+from shardwise.engine.telemetry.rank_times import packed, rank_times
 from shardwise.errors import PeerError, ShardwiseError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.space import Piece
@@ -104,7 +106,7 @@ def of_a_step(answer: bytes) -> None:
 
 
 def of_times(answer: bytes) -> None:
-    amounts, seconds = TIMES.packed(num_ranks=2)
+    amounts, seconds = packed(TIMES, num_ranks=2)
     rank_times([RankValues.of([amounts, answer]), RankValues.of([seconds] * 2)])
     rank_times([RankValues.of([amounts] * 2), RankValues.of([seconds, answer])])
 
@@ -146,7 +148,7 @@ def of_an_evaluation(answer: bytes) -> None:
         channel=Answering(answer),  # type: ignore[arg-type]
         weighting=weighting,
         ranks=RankGroups.of(sw.Plan(mesh=sw.Mesh(dp_shard=2))),
-        metrics=metrics,
+        observer=metrics,
     )
 
 
@@ -181,7 +183,7 @@ PARSERS = {
     ],
     of_weights: [packed_parts(OPENING)],
     of_a_step: [packed_parts([b"\1", bytes(16), b"", bytes(8), b""])],
-    of_times: TIMES.packed(num_ranks=2),
+    of_times: packed(TIMES, num_ranks=2),
     of_an_evaluation: [packed_parts([bytes(8), b'[["aux"]]', bytes(8), *counted().packed()])],
     of_pieces: [pack_pieces(PIECES)],
     of_texts: [b'["a text"]'],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.telemetry.rank_times import RankTimes
+from shardwise.engine.step.reports import RankTimes
 from shardwise.testing.accelerator import LAST, behind, counted
 
 pytestmark = pytest.mark.usefixtures("fake")

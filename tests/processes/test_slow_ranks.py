@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.telemetry.rank_times import RankTimes
+from shardwise.engine.step.reports import RankTimes
 from tests.engine.loops import begun, plan_of
 from tests.processes.pool import Pool
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from shardwise.engine.telemetry.rank_times import RankTimes
+from shardwise.engine.step.reports import RankTimes
 from shardwise.train.callbacks import StepMetrics
 from shardwise.train.observers import MetricsFile
 from shardwise.train.run_folder import RunMark

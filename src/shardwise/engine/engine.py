@@ -20,15 +20,16 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import Any, Generic, NoReturn, cast, overload
 
 import torch
 from torch import nn
 from typing_extensions import TypeVar
 
+from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
-from shardwise.engine.averages.weight_averages import averages_to_settings, check_in_place, refuse_inside
 from shardwise.engine.forward.batches import (
     Batch,
     GivenMicrobatches,
@@ -41,15 +42,8 @@ from shardwise.engine.forward.batches import (
 from shardwise.engine.forward.inventory import ModelContents, refuse_moved
 from shardwise.engine.forward.packed_tensors import PackedPlaces
 from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, TrainedSet
-from shardwise.engine.generation.generation import Gather, Generation, Prompts, Seeds
 from shardwise.engine.guards.forward_writes import ForwardWrites
 from shardwise.engine.guards.plain_calls import CHANGED_LINES
-from shardwise.engine.metrics.evaluation_metrics import (
-    EvaluationMetrics,
-    Metric,
-    exchange_evaluation,
-    parts_of_evaluation,
-)
 from shardwise.engine.model.plan_sizes import PlanSizes
 from shardwise.engine.model.rank_parts import Asked, RankParts
 from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, state_of
@@ -59,13 +53,14 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.step.channels import stopping_peers
 from shardwise.engine.step.closing import StepClosing
+from shardwise.engine.step.edges import Gather, Metric, OutputObserver, Prompts, Seeds, StepObserver
+from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import factors_on_device
 from shardwise.engine.step.loss_scaling import to_settings
 from shardwise.engine.step.norm import NormParts, Norms
 from shardwise.engine.step.opening import StepOpening
 from shardwise.engine.step.reports import EvaluationReport, StepReport, report_on_look
 from shardwise.engine.step.trained_batches import TrainedBatches
-from shardwise.engine.telemetry.rank_times import step_meter
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
@@ -138,9 +133,9 @@ class Engine(Generic[Model_co]):
         self._origin: dict[str, Any] = {}
         self.successor: Engine[nn.Module] | None = None
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
-        self._meter = step_meter(rank.channels.world)
+        self._observer = _step_observer(rank.channels.world)
         self._opening = StepOpening(rank)
-        self._closing = StepClosing(rank, writes=self._writes, meter=self._meter)
+        self._closing = StepClosing(rank, writes=self._writes, observer=self._observer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -211,8 +206,8 @@ class Engine(Generic[Model_co]):
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
-        refuse_inside(self._rank.updates.averages, "engine.step")
-        self._meter.begin()
+        self._refuse_inside_averaged("engine.step")
+        self._observer.begin()
         parts, weights, weighting = self._opening.open(
             batch,
             microbatches,
@@ -281,7 +276,7 @@ class Engine(Generic[Model_co]):
             self._channels.world.exchange(b"", purpose="verdict on an earlier step")
             raise
         self.activations.settle()
-        self._meter.end()
+        self._observer.end()
         return report_on_look(
             lambda: {
                 "loss": figures.loss,
@@ -294,7 +289,7 @@ class Engine(Generic[Model_co]):
             },
             num_microbatches=len(parts),
             stop=closing.flags.stop,
-            times=closing.times,
+            times=partial(self._observer.times, closing.times),
         )
 
     def evaluate(self, batch: Batch, *, metrics: Mapping[str, Metric] | None = None) -> EvaluationReport:
@@ -307,29 +302,34 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`, and MetricError.
         """
         # Ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        counting = EvaluationMetrics(
-            metrics,
-            rows=self._computation.loss.rows,
-            device=self._channels.world.device,
-            speaks=self._channels.tensor.rank == 0,
-        )
+        observer: OutputObserver | None = None
+        if metrics is not None and metrics != {}:
+            from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+
+            observer = EvaluationMetrics(
+                metrics,
+                rows=self._computation.loss.rows,
+                device=self._channels.world.device,
+                speaks=self._channels.tensor.rank == 0,
+            )
 
         def begin() -> str:
             self._computation.check_free("engine.evaluate")
             self._check_model()
-            counting.begin()
+            if observer is not None:
+                observer.begin()
             return ""
 
         purpose = "weights of an evaluation"
         parts, _, weighting = self._opening.open(batch, None, is_step=False, purpose=purpose, begin=begin)
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
-            losses = self._computation.evaluate(parts, own, weighting.joint, counting.see if counting else None)
+            losses = self._computation.evaluate(parts, own, weighting.joint, observer.see if observer else None)
             self.counters.exchanges += 1
-            given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, counting)
+            given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, observer)
         # Outside of the block: what is refused here is refused by all ranks, and none has to stop the others.
         return exchange_evaluation(
-            given, channel=self._channels.world, weighting=weighting, ranks=self._channels.ranks, metrics=counting
+            given, channel=self._channels.world, weighting=weighting, ranks=self._channels.ranks, observer=observer
         )
 
     @overload
@@ -379,13 +379,15 @@ class Engine(Generic[Model_co]):
 
         Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
         """
+        from shardwise.engine.generation.generation import calls_of
+
         self._check_turn()
         self._computation.check_free("engine.generate")
         device = self._channels.everyone.device
-        generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
+        calls, first_seed = calls_of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
             self._buffers.check_masters("engine.generate", has_stages=self.plan.mesh.pp > 1)
-            found = self._computation.generate(generation)
+            found = self._computation.generate(calls, seed=first_seed, gathers_once=gather == "once")
         return found if isinstance(inputs, list | tuple) else found[0]
 
     @property
@@ -403,6 +405,8 @@ class Engine(Generic[Model_co]):
         Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
         inside.
         """
+        from shardwise.engine.averages.weight_averages import check_in_place
+
         averages = check_in_place(self._rank.updates.averages, self.channel, partial(self._check_model, reads_all=True))
         with averages.in_place(self.channel, partial(self._buffers.adopt_writes, reads_all=True), self._publish):
             yield
@@ -450,12 +454,13 @@ class Engine(Generic[Model_co]):
             "ties": self._rank.names.ties,
             **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
-        if self._rank.updates.averages is not None and self._rank.updates.averages.are_in:
+        averages = self._rank.updates.averages
+        if averages is not None and averages.are_in:
             return of_model  # as `state`: a run does not go on from averages with the moments of other weights
         return of_model | {
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             **to_settings(self._computation.loss_scale),
-            **averages_to_settings(self._rank.updates.averages),
+            **({} if averages is None else averages.settings()),
             "optimizers": [known.named(name_of).to_json() for known in self._known_optimizers],
         }
 
@@ -467,7 +472,7 @@ class Engine(Generic[Model_co]):
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
             if needs_weights:
-                refuse_inside(self._rank.updates.averages, doing)
+                self._refuse_inside_averaged(doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -552,7 +557,7 @@ class Engine(Generic[Model_co]):
         for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
         CheckpointError for settings that are not understood.
         """
-        refuse_inside(self._rank.updates.averages, doing)
+        self._refuse_inside_averaged(doing)
         self._check_model(reads_all=True)  # what was written from outside would come over the values that are read
         return EngineRestoration(
             self._rank,
@@ -617,6 +622,10 @@ class Engine(Generic[Model_co]):
                 "optimizer.add_param_group({'params': [...]}), or freeze them again (requires_grad_(False))"
             )
 
+    def _refuse_inside_averaged(self, call: str) -> None:
+        if self._rank.updates.averages is not None:
+            self._rank.updates.averages.refuse_inside(call)
+
     def _publish(self) -> None:
         """Give all ranks the values that their owners have, as after an update."""
         with self._stopping_peers("engine.averaged()"):
@@ -626,3 +635,12 @@ class Engine(Generic[Model_co]):
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
         return self._rank.updates.plain_calls.reads.turned(stopping, on=False)
+
+
+def _step_observer(channel: Channel) -> StepObserver:
+    """What sees the steps of a rank."""
+    if find_spec("shardwise.engine.telemetry") is None:
+        return StepObserver()
+    from shardwise.engine.telemetry.rank_times import step_meter
+
+    return step_meter(channel)

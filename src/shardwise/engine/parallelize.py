@@ -26,7 +26,6 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import a_list, aborting, agreed, compare, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
-from shardwise.engine.averages.weight_averages import WeightAverages
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward.batch_rows import BatchRows, RowDims
 from shardwise.engine.forward.batches import Batch, LossFunction, LossOfModel, LossWeight
@@ -80,6 +79,7 @@ from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.computation import Computation, Forwards
+from shardwise.engine.step.edges import StateEntry
 from shardwise.engine.step.norm import clipped_parts
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.rule_inference import TensorDecision
@@ -419,7 +419,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
             optimizers=optimizers,
             updated=updated,
             matrices=matrices,
-            averages=None if plan.average is None else WeightAverages(plan.average, buffers),
+            averages=_averages(plan, buffers, tensors.owned),
             plain_calls=PlainCalls(
                 model,
                 inspected.optimizers,
@@ -432,6 +432,14 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
         computation=Computation(asked.loss, plan, channels, forwards),
     )
     return Engine(rank, rebuild=parallelize_with, refit=refit)
+
+
+def _averages(plan: Plan, buffers: FlatParams, inventory: Inventory) -> StateEntry | None:
+    if plan.average is None:
+        return None
+    from shardwise.engine.averages.weight_averages import WeightAverages
+
+    return WeightAverages(plan.average, buffers, inventory)
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:

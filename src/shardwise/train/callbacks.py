@@ -26,8 +26,7 @@ from torch import nn
 from shardwise.checkpoint import SaveReport, save
 from shardwise.checkpoint.states import SomeData
 from shardwise.engine import Engine
-from shardwise.engine.step.reports import EvaluationReport, StepReport
-from shardwise.engine.telemetry.rank_times import RankTimes
+from shardwise.engine.step.reports import EvaluationReport, RankTimes, StepReport
 from shardwise.errors import CallbackError, CheckpointError, ConfigError, ShardwiseError, in_words
 from shardwise.moving.nested_exchange import exchange
 

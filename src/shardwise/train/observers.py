@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shardwise.checkpoint import SaveReport
-from shardwise.engine.telemetry.rank_times import slowest
+from shardwise.engine.step.reports import slowest
 from shardwise.errors import ConfigError
 from shardwise.train.callbacks import BEGINNING, Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import RunConfig

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torchmetrics import classification, regression
 
 import shardwise as sw
-from shardwise.engine.metrics.evaluation_metrics import Metric
+from shardwise.engine.step.edges import Metric
 from shardwise.errors import BatchError, MetricError, MismatchError
 from tests.engine.loops import begun
 from tests.engine.loops import plan_of as short_plan_of

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Recorded
 from shardwise.comm.tally import tally_of
-from shardwise.engine.telemetry.rank_times import RankTimes, slowest
+from shardwise.engine.step.reports import RankTimes, slowest
 from tests.engine.loops import mean_square, sgd
 from tests.oracle.program import seeded
 

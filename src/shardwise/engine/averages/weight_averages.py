@@ -15,17 +15,23 @@ These are the bits of `torch.optim.swa_utils.AveragedModel`. Like it, buffers ar
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
+from shardwise.engine.forward.inventory import Inventory
+from shardwise.engine.step.edges import EntryRestoration, StateEntry
 from shardwise.engine.zero.bucket_memory import WholeBucket
-from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.errors import CheckpointError, ModelError, PeerError, ShardwiseError, in_words
+from shardwise.engine.zero.flat_params import FlatParams, placed
+from shardwise.errors import CheckpointError, ModelError, PeerError, ShardwiseError, few_of, in_words
 from shardwise.plan import Segment
+from shardwise.plan.names import AVERAGE, split_state_name, state_name
+from shardwise.plan.saved_settings import stored_names, stored_ties
 from shardwise.plan.specs import Average
+from shardwise.space import Piece
 
 _AT_ONCE = 1 << 18
 """Elements that change places at a time, through memory of their number."""
@@ -34,9 +40,10 @@ _AT_ONCE = 1 << 18
 class WeightAverages:
     """The averages that a rank has."""
 
-    def __init__(self, rule: Average, buffers: FlatParams) -> None:
+    def __init__(self, rule: Average, buffers: FlatParams, inventory: Inventory) -> None:
         self._rule = rule
         self._buffers = buffers
+        self._spec_of = {spec.name: spec for spec in inventory.specs}
         self._floor = 0.0 if rule.decay is None else 1 - rule.decay
         self._lag = 1 if rule.decay is None else 9 if rule.warmup else 0
         # What is frozen keeps its values, which are their average.
@@ -54,7 +61,26 @@ class WeightAverages:
             self._num, self._num_on_device = int(self._num_on_device), None
         return self._num
 
-    def parts(self) -> Iterator[tuple[Segment, torch.Tensor]]:
+    def refuse_inside(self, call: str) -> None:
+        """Raise ModelError for a call that needs the weights, while averages are in their place."""
+        if self.are_in:
+            raise ModelError(
+                f"{call} was called inside engine.averaged(), where the averages are in the place of the weights. Call "
+                "it after the block"
+            )
+
+    def pieces(self) -> dict[Piece, torch.Tensor]:
+        """The averages of what this rank owns, as views."""
+        return {piece: view for segment, average in self._parts() for piece, view in self._placed(segment, average)}
+
+    def settings(self) -> dict[str, Any]:
+        """The entry of a checkpoint's settings."""
+        return {"average": {"averaged": self.num_averaged}}
+
+    def _placed(self, segment: Segment, average: torch.Tensor) -> Collection[tuple[Piece, torch.Tensor]]:
+        return placed(state_name(segment.name, AVERAGE), average, self._spec_of[segment.name], segment).items()
+
+    def _parts(self) -> Iterator[tuple[Segment, torch.Tensor]]:
         """What this rank owns of each parameter, and its average."""
         for bucket, average in self._averages:
             for segment in bucket.segments.values():
@@ -93,8 +119,28 @@ class WeightAverages:
         weight = self._lag / (self._lag + num) if self._lag else (num == 0).to(num.dtype)
         return weight.clamp_(min=self._floor)
 
+    def restoration(
+        self, stored: Mapping[str, Piece], settings: Mapping[str, Any], aliases: Mapping[str, str]
+    ) -> EntryRestoration:
+        """Find the averages of a checkpoint; where it has none of a parameter, its average begins anew."""
+        names = {segment.name for segment, _ in self._parts()}
+        saved = {split[0] for split in map(split_state_name, stored) if split is not None and split[1] == AVERAGE}
+        found = stored_names(sorted(names), aliases, dict.fromkeys(saved), stored_ties(settings))
+        notes: tuple[str, ...] = ()
+        if begun := names - found.keys():
+            which = few_of(sorted(begun)) if saved else "any parameter"
+            notes = (f"the checkpoint has no average of {which}; it begins with the weights that are loaded",)
+        wanted = {
+            piece: view
+            for segment, average in self._parts()
+            if segment.name in found
+            for piece, view in self._placed(segment, average)
+        }
+        num_averaged = _num_averaged_in(settings) if saved else 0
+        return EntryRestoration(wanted=wanted, notes=notes, finish=partial(self._restore, num_averaged, begun))
+
     @torch.no_grad()
-    def restore(self, num_averaged: int, begun: Collection[str]) -> None:
+    def _restore(self, num_averaged: int, begun: Collection[str]) -> None:
         """Go on from averages that were read, of so many weights; those of `begun` begin with the weights."""
         self._num, self._num_on_device = num_averaged, None
         for bucket, average in self._averages:
@@ -173,7 +219,7 @@ def _exchanged(bucket: WholeBucket, average: torch.Tensor) -> torch.Tensor:
     return average
 
 
-def check_in_place(averages: WeightAverages | None, world: Channel, check: Callable[[], None]) -> WeightAverages:
+def check_in_place(averages: StateEntry | None, world: Channel, check: Callable[[], None]) -> WeightAverages:
     """The averages, once all ranks can exchange them. Raises ModelError, the same on all ranks."""
     with agreed(world, purpose="verdict on averages", doing="engine.averaged()"):
         check()
@@ -182,25 +228,11 @@ def check_in_place(averages: WeightAverages | None, world: Channel, check: Calla
                 "engine.averaged() was called, and the plan keeps no average of the weights; give "
                 "Plan(average=sw.Average(decay=0.999)), average.decay in TOML"
             )
-    assert averages is not None, "else it was refused"
+    assert isinstance(averages, WeightAverages), "else it was refused"
     return averages
 
 
-def refuse_inside(averages: WeightAverages | None, call: str) -> None:
-    """Raise ModelError for a call that needs the weights, while averages are in their place."""
-    if averages is not None and averages.are_in:
-        raise ModelError(
-            f"{call} was called inside engine.averaged(), where the averages are in the place of the weights. Call it "
-            "after the block"
-        )
-
-
-def averages_to_settings(averages: WeightAverages | None) -> dict[str, Any]:
-    """The entry of a checkpoint's settings, where there are averages."""
-    return {} if averages is None else {"average": {"averaged": averages.num_averaged}}
-
-
-def averages_of_settings(settings: Mapping[str, Any]) -> int:
+def _num_averaged_in(settings: Mapping[str, Any]) -> int:
     """Of how many weights the averages of a checkpoint are. Raises CheckpointError."""
     entry = settings.get("average")
     num = entry.get("averaged") if isinstance(entry, dict) else None

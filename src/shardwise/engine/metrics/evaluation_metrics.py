@@ -11,7 +11,6 @@ the data ranks, and so compute the same result.
 import copy
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,35 +21,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.comm import Channel
-from shardwise.comm.agreement import exchange_parts, texts_in, understood
-from shardwise.comm.hosts import naming_hosts
+from shardwise.comm.agreement import understood
 from shardwise.comm.nested_values import transform
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import BatchRows
-from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, count_rows
-from shardwise.engine.step.channels import RankGroups
-from shardwise.engine.step.exchange import Weighting
-from shardwise.engine.step.loss_entries import LossEntries, kinds_of_ranks, names_in, rows_in, sums_of_shares
-from shardwise.engine.step.reports import EvaluationReport
-from shardwise.errors import MetricError, MismatchError
+from shardwise.engine.forward.batches import Microbatch, count_rows
+from shardwise.engine.step.edges import Metric
+from shardwise.engine.step.evaluation import PURPOSE
+from shardwise.errors import MetricError
 from shardwise.moving.nested_exchange import packed, unpacked
-
-Metric: TypeAlias = Any
-"""f(output, microbatch) -> a number or tensor; a torchmetrics object, for batches (inputs, target); or (such an object,
-f(output, microbatch) -> what its `update` takes: a tuple, a dict of keyword arguments, or one value)."""
-
-PURPOSE = "figures of an evaluation"
 
 
 class EvaluationMetrics:
     """The metrics of one evaluation on one rank."""
 
-    def __init__(
-        self, asked: Mapping[str, Metric] | None, *, rows: BatchRows, device: torch.device, speaks: bool
-    ) -> None:
+    def __init__(self, asked: Mapping[str, Metric], *, rows: BatchRows, device: torch.device, speaks: bool) -> None:
         """speaks: this rank is the first of those that have the same outputs."""
-        self._asked = {} if asked is None else asked
+        self._asked = asked
         self._rows = rows
         self._device = device
         self._speaks = speaks
@@ -64,9 +51,6 @@ class EvaluationMetrics:
             str(name): _metric(str(name), each, self._rows, self._device) for name, each in self._asked.items()
         }
 
-    def __bool__(self) -> bool:
-        return bool(self._metrics)
-
     def see(self, output: Any, microbatch: Microbatch) -> None:
         """The model's output for a microbatch."""
         for name, metric in self._metrics.items():
@@ -75,24 +59,11 @@ class EvaluationMetrics:
 
     def packed(self) -> list[bytes]:
         """What this rank gives: the names, and what it has of each metric."""
-        if not self:
-            return [b"", b""]
         given = [each.counted() if self._speaks else None for each in self._metrics.values()]
         return [json.dumps([*self._metrics]).encode(), packed(given, "states of metrics")]
 
-    def results(self, parts: Sequence[RankValues], data_ranks: Sequence[int]) -> dict[str, Any]:
-        """The value of each metric, from what all ranks have packed. Raises MismatchError for unlike names."""
-        names, states = parts
-        if not names.is_one:
-            told = understood(names, lambda answer: texts_in(answer or b"[]"), purpose=PURPOSE)
-            for rank, each in enumerate(told):
-                if each != told[0]:
-                    raise MismatchError(
-                        f"rank 0 asks for the metrics {told[0]}, and rank {rank} for {each}; give engine.evaluate the "
-                        "same metrics on every rank"
-                    )
-        if not self:
-            return {}
+    def results(self, states: RankValues, data_ranks: Sequence[int]) -> dict[str, Any]:
+        """The value of each metric, from what all ranks have of them."""
         of_ranks = understood(states, self._read, purpose=PURPOSE)
         # By data ranks: rows of one process come in this order.
         order = sorted(range(len(of_ranks)), key=lambda rank: data_ranks[rank])
@@ -313,38 +284,3 @@ def _as_number(leaf: Any) -> Any:
 
 
 # The one exchange of an evaluation, with its loss ------------------------------------------------------------------
-
-
-def exchange_evaluation(
-    parts: Sequence[bytes],
-    *,
-    channel: Channel,
-    weighting: Weighting,
-    ranks: RankGroups,
-    metrics: EvaluationMetrics,
-) -> EvaluationReport:
-    """The figures of all ranks, the same on every rank; parts: of this one.
-
-    Raises ModelError for unlike dicts of loss functions, and MismatchError for unlike metrics, the same on all ranks.
-    """
-    with naming_hosts(channel):
-        said, shares, *states = exchange_parts(channel, parts, purpose=PURPOSE)
-        kinds = kinds_of_ranks(said, purpose=PURPOSE)
-        rows = rows_in(shares, kinds, [0] * len(kinds), purpose=PURPOSE)
-        is_exact = channel.device.type == "cpu"
-        losses = sums_of_shares(rows, names_in(kinds), ranks.alike, is_exact=is_exact)
-        return EvaluationReport(
-            loss=losses["loss"],
-            weight=weighting.total,
-            losses=losses,
-            metrics=metrics.results(states, ranks.data_ranks),
-        )
-
-
-def parts_of_evaluation(
-    losses: Sequence[MicrobatchLoss], weighting: Weighting, data_rank: int, metrics: EvaluationMetrics
-) -> list[bytes]:
-    """What a rank gives, from the losses of its microbatches. Raises MetricError for states that cannot travel."""
-    entries = LossEntries(losses, weighting, data_rank)
-    shares = entries.shares()
-    return [entries.packed_kinds(), struct.pack(f"<{len(shares)}d", *shares), *metrics.packed()]

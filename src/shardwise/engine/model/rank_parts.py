@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.engine.averages.weight_averages import WeightAverages
 from shardwise.engine.forward.batches import Batch, LossOfModel
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory
@@ -20,6 +19,7 @@ from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.computation import Computation
+from shardwise.engine.step.edges import StateEntry
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.zero.flat_params import FlatParams, Owned
@@ -108,7 +108,7 @@ class RankUpdates:
     updated: Sequence[Owned]
     """What they have."""
     matrices: MatrixUpdates | None
-    averages: WeightAverages | None
+    averages: StateEntry | None
     plain_calls: PlainCalls
     """What must not update them."""
     counters: Counters

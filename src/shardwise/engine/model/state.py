@@ -25,16 +25,16 @@ import torch
 from torch import nn
 
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
-from shardwise.engine.averages.weight_averages import WeightAverages, averages_of_settings
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer
+from shardwise.engine.step.edges import EntryRestoration
 from shardwise.engine.step.loss_scaling import of_settings
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, load_alone, loads_as_torch_does, not_in_files
 from shardwise.engine.zero.flat_params import FlatParams, Owned, placed, whole
-from shardwise.errors import CheckpointError, few_of
-from shardwise.plan.names import AVERAGE, MASTER, named_by_wrappers, split_state_name, state_name
+from shardwise.errors import CheckpointError
+from shardwise.plan.names import MASTER, named_by_wrappers, state_name
 from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
@@ -76,7 +76,6 @@ def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piec
     if averages is not None and averages.are_in:
         return state
     updated = {each.segment.name: each for each in rank.updates.updated}
-    spec_of = {spec.name: spec for spec in inventory.specs}
     updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
     for known in optimizers:
         for name, key, tensor in known.entries(rank.updates.name_of()):
@@ -86,9 +85,7 @@ def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piec
                 state |= placed(state_name(name, key), tensor, updated_spec_of[name], owned.segment)
             else:
                 state |= whole(state_name(name, key), tensor)
-    for segment, tensor in averages.parts() if averages is not None else ():
-        state |= placed(state_name(segment.name, AVERAGE), tensor, spec_of[segment.name], segment)
-    return state
+    return state if averages is None else state | averages.pieces()
 
 
 def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) -> dict[Piece, torch.Tensor]:
@@ -199,14 +196,13 @@ class EngineRestoration:
         given: set[int] = set()
         for known, group, owned in self._trained:
             self._want_state(known, group, owned, given)
-        self._averages = rank.updates.averages
-        self._begun: frozenset[str] = frozenset()
-        """Parameters whose average begins with what is loaded."""
-        self._num_averaged = 0
+        self._averages: EntryRestoration | None = None
         self.notes: Sequence[str] = ()
         """What the load decides, and refuses nothing for."""
-        if self._averages is not None:
-            self._want_averages(self._averages, stored, settings)
+        if rank.updates.averages is not None:
+            self._averages = rank.updates.averages.restoration(stored, settings, self.aliases)
+            self.wanted |= self._averages.wanted
+            self.notes = self._averages.notes
 
     def leave_averages(self) -> None:
         """Averages stay what they are: this is no load of a whole model."""
@@ -237,7 +233,7 @@ class EngineRestoration:
                     {"state": known.optimizer.state, "param_groups": known.optimizer.param_groups}
                 )
             if self._averages is not None:
-                self._averages.restore(self._num_averaged, self._begun)
+                self._averages.finish()
             # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.
             rank.tensors.buffers.publish_restored(rank.updates.counters)
             rank.tensors.ties.publish_restored()
@@ -251,24 +247,6 @@ class EngineRestoration:
             for buffer, room in self._resized.values():
                 buffer.data = room  # the object stays the module's
             rank.tensors.model_buffers.agreed_unless(self._pending_buffers)
-
-    def _want_averages(
-        self, averages: WeightAverages, stored: Mapping[str, Piece], settings: Mapping[str, Any]
-    ) -> None:
-        """Find the averages of the checkpoint; where it has none of a parameter, its average begins anew."""
-        names = {segment.name for segment, _ in averages.parts()}
-        saved = {split[0] for split in map(split_state_name, stored) if split is not None and split[1] == AVERAGE}
-        found = stored_names(sorted(names), self.aliases, dict.fromkeys(saved), stored_ties(settings))
-        for segment, tensor in averages.parts():
-            if segment.name in found:
-                name = state_name(segment.name, AVERAGE)
-                self.wanted |= placed(name, tensor, self._spec_of[segment.name], segment)
-        self._begun = frozenset(names - found.keys())
-        if saved:
-            self._num_averaged = averages_of_settings(settings)
-        if self._begun:
-            which = few_of(sorted(self._begun)) if saved else "any parameter"
-            self.notes = (f"the checkpoint has no average of {which}; it begins with the weights that are loaded",)
 
     def _live(self, known: KnownOptimizer, owned: Owned) -> LiveParameter:
         state = known.optimizer.state.get(owned.parameter, {})

@@ -27,11 +27,11 @@ from shardwise.engine.model.rank_parts import RankParts
 from shardwise.engine.optimizers.bucket_updates import BucketUpdates
 from shardwise.engine.optimizers.known import can_skip_on_device, skipping
 from shardwise.engine.optimizers.shown_gradients import ShownGradients
+from shardwise.engine.step.edges import StepObserver
 from shardwise.engine.step.exchange import StepExchange, StepFlags, Weighting, exchange_step
 from shardwise.engine.step.figures import Divisors, FigureMaking, Figures, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
 from shardwise.engine.step.norm import NormParts, Norms, clip_values, clipped_parts, norm_parts, reported_parts
-from shardwise.engine.telemetry.rank_times import StepMeter
 from shardwise.engine.tensor.summed_gradients import sum_over_ranks
 from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.zero.flat_params import Owned, runs_of
@@ -43,14 +43,14 @@ from shardwise.engine.zero.reduce import GradReduce
 class StepClosing:
     """Ends the steps of one engine."""
 
-    def __init__(self, rank: RankParts, *, writes: ForwardWrites, meter: StepMeter) -> None:
+    def __init__(self, rank: RankParts, *, writes: ForwardWrites, observer: StepObserver) -> None:
         tensors, gradients = rank.tensors, rank.gradients
         self._plan, self._names, self._channels = rank.plan, rank.names, rank.channels
         self._computation, self._updates = rank.computation, rank.updates
         self._buffers, self._ties, self._model_buffers = tensors.buffers, tensors.ties, tensors.model_buffers
         self._gradients, self._host_gradients, self._summed = gradients.reduced, gradients.on_host, gradients.summed
         self._writes = writes
-        self._meter = meter
+        self._observer = observer
         self._cut = {spec.name for spec in rank.tensors.owned.specs if spec.portion is not None}
         """Names of owned parameters that are cut along tp."""
         self.hooked = WholeGradients(self._summed, rank.computation.forwards.decision.plan, rank.channels.tensor)
@@ -214,7 +214,7 @@ class StepClosing:
                 are_reshaped=self._model_buffers.are_reshaped,
             ),
             figures=self._figures.given(own),
-            times=self._meter.packed(),
+            times=self._observer.packed(),
         )
         self._model_buffers.are_reshaped = closing.flags.are_reshaped
         figures = self._figures.made(own, closing.figures)

@@ -34,12 +34,12 @@ from shardwise.engine.forward.passes import Joint, Passes, UnevenMicrobatches
 from shardwise.engine.forward.precision import dtypes_explained
 from shardwise.engine.forward.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
-from shardwise.engine.generation.generation import Generation, GenerationCall
 from shardwise.engine.guards.autocast_regions import AutocastRegions
 from shardwise.engine.model.batch_statistics import synchronised_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.step.channels import EngineChannels
+from shardwise.engine.step.edges import ModelCall
 from shardwise.engine.step.loss_parameters import LossParameters
 from shardwise.engine.step.loss_scaling import LossScale
 from shardwise.engine.tensor.region_proof import Proof
@@ -296,23 +296,25 @@ class Computation:
                 rounds.done()
         return found
 
-    def generate(self, generation: Generation) -> list[Any]:
-        """What the model's own `generate` gives for each of the prompts, in evaluation mode; see `Engine.generate`."""
-        seed = generation.seed
+    def generate(self, calls: Sequence[ModelCall], *, seed: int | None, gathers_once: bool) -> list[Any]:
+        """What calls of the model's own `generate` give, in evaluation mode; see `Engine.generate`.
+
+        seed: with which the first begins, where it has none itself. gathers_once: before all, at stage 3.
+        """
         if seed is None:
             seed = self.random.number("generation", self.step, self._data_rank)
         with (
             self._evaluating("engine.generate", by_all=False),
-            self._passes.generating(once=generation.gather == "once"),
+            self._passes.generating(once=gathers_once),
             self.random.seeded(seed),
         ):
-            return [self._generate(call) for call in generation.calls]
+            return [self._generate(*call) for call in calls]
 
-    def _generate(self, call: GenerationCall) -> Any:
-        if not call.has_rows:
+    def _generate(self, call: Callable[[], Any] | None, seed: int | None) -> Any:
+        if call is None:
             return torch.empty((0, 0), dtype=torch.int64, device=self._device)
-        run = self.autocast.inside(call.run)
-        with nullcontext() if call.seed is None else self.random.seeded(call.seed):
+        run = self.autocast.inside(call)
+        with nullcontext() if seed is None else self.random.seeded(seed):
             if self.runner is not None:
                 return self.runner.generate(run, partial(self.random.stream, EVALUATION))
             return run()

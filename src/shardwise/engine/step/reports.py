@@ -11,15 +11,51 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.counters import FilledOnLook
-from shardwise.engine.telemetry.rank_times import RankTimes, rank_times, slowest
+from shardwise.plan.timeline import slow_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """What one rank did from the close of one step to that of the next, in seconds and bytes.
+
+    Where a device computes, the seconds are those of its stream, of an earlier step (`late_steps`).
+    """
+
+    rank: int
+    compute_s: float
+    """In `engine.step`, waits left out. On a device also the time in which it had nothing to do."""
+    waiting_s: float
+    """In `engine.step`, until other ranks gave what this one needed."""
+    waited_for: Mapping[int, float]
+    """Of it, by the rank that came last, the longest first and four at most. Waits of a device in a collective of three
+    and more ranks are for none of them."""
+    outside_s: float
+    """Between two steps: data, evaluations, saves, and what else the loop does."""
+    sent_bytes: int
+    """Of exchanges and tensors, as any implementation has to send them at least. Memory that ranks of one host read in
+    place is not sent."""
+    received_bytes: int
+    peak_bytes: int
+    """Most memory so far: of the device's allocator, on the CPU of the whole process. Looked up once per second."""
+    late_steps: int
+    """How many steps ago this was; 0 on the CPU."""
+
+    @property
+    def busy_s(self) -> float:
+        """All time in which the rank did not wait for others."""
+        return self.compute_s + self.outside_s
+
+
+def slowest(ranks: Sequence[RankTimes]) -> tuple[int, ...]:
+    """The slow ones among them, by what they were busy; see `slow_ranks`."""
+    return slow_ranks({each.rank: each.busy_s for each in ranks})
 
 
 class _ValuesOnLook(FilledOnLook):
     __slots__ = ("_times", "_values")
     _values: Callable[[], Mapping[str, Any]]
-    _times: Sequence[RankValues]
+    _times: Callable[[], tuple[RankTimes, ...]]
 
     def _on_look(self, name: str) -> Any:
         try:
@@ -66,7 +102,7 @@ class StepReport(_ValuesOnLook):
         A step closes where ranks agree on its norm, before the update: that counts in the next one. Empty on a device
         until its first step is over, and in a copy of a report. No look waits for a device.
         """
-        return rank_times(self._times) if getattr(self, "_times", ()) else ()
+        return self._times() if hasattr(self, "_times") else ()
 
     @property
     def slowest(self) -> tuple[int, ...]:
@@ -78,11 +114,11 @@ class StepReport(_ValuesOnLook):
 
 
 def report_on_look(
-    values: Callable[[], Mapping[str, Any]], *, times: Sequence[RankValues] = (), **known: object
+    values: Callable[[], Mapping[str, Any]], *, times: Callable[[], tuple[RankTimes, ...]] = tuple, **known: object
 ) -> StepReport:
     """A report with `known` fields, whose others are what `values` gives at the first look.
 
-    times: what all ranks have packed of theirs.
+    times: those of all ranks.
     """
     report = object.__new__(StepReport)
     # Past the constructor, which would want all fields, and past the refusal of a frozen class.

@@ -23,18 +23,19 @@ import resource
 import struct
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import peak_memory
 from shardwise.comm.agreement import understood
 from shardwise.comm.rank_values import RankValues
 from shardwise.comm.tally import Counted, DeviceSpan, tally_of
-from shardwise.plan.timeline import slow_ranks
+from shardwise.engine.step.edges import StepObserver
+from shardwise.engine.step.reports import RankTimes
 
 _AMOUNTS = struct.Struct("<QQH")
 _SECONDS = struct.Struct("<fffQ")
@@ -49,45 +50,14 @@ _MOST_PENDING = 64
 """Steps that a device may be behind before the oldest is forgotten."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
-    """What one rank did from the close of one step to that of the next, in seconds and bytes.
-
-    Where a device computes, the seconds are those of its stream, of an earlier step (`late_steps`).
-    """
-
-    rank: int
-    compute_s: float
-    """In `engine.step`, waits left out. On a device also the time in which it had nothing to do."""
-    waiting_s: float
-    """In `engine.step`, until other ranks gave what this one needed."""
-    waited_for: Mapping[int, float]
-    """Of it, by the rank that came last, the longest first and four at most. Waits of a device in a collective of three
-    and more ranks are for none of them."""
-    outside_s: float
-    """Between two steps: data, evaluations, saves, and what else the loop does."""
-    sent_bytes: int
-    """Of exchanges and tensors, as any implementation has to send them at least. Memory that ranks of one host read in
-    place is not sent."""
-    received_bytes: int
-    peak_bytes: int
-    """Most memory so far: of the device's allocator, on the CPU of the whole process. Looked up once per second."""
-    late_steps: int
-    """How many steps ago this was; 0 on the CPU."""
-
-    @property
-    def busy_s(self) -> float:
-        """All time in which the rank did not wait for others."""
-        return self.compute_s + self.outside_s
-
-    def packed(self, *, num_ranks: int, late_steps: int = 0) -> list[bytes]:
-        """As it travels: without the rank, which the order of the messages tells. num_ranks: of the world."""
-        # As long on all ranks, however many they have waited for: values of one length travel in one piece.
-        num_named = min(_MOST_NAMED, num_ranks - 1)
-        named = [*self.waited_for.items(), *[(_NOBODY, 0.0)] * num_named][:num_named]
-        amounts = _AMOUNTS.pack(self.sent_bytes, self.received_bytes, min(late_steps, 0xFFFF))
-        seconds = _SECONDS.pack(self.compute_s, self.waiting_s, self.outside_s, self.peak_bytes)
-        return [amounts, seconds + b"".join(_PAIR.pack(*each) for each in named)]
+def packed(times: RankTimes, *, num_ranks: int, late_steps: int = 0) -> list[bytes]:
+    """As they travel: without the rank, which the order of the messages tells. num_ranks: of the world."""
+    # As long on all ranks, however many they have waited for: values of one length travel in one piece.
+    num_named = min(_MOST_NAMED, num_ranks - 1)
+    named = [*times.waited_for.items(), *[(_NOBODY, 0.0)] * num_named][:num_named]
+    amounts = _AMOUNTS.pack(times.sent_bytes, times.received_bytes, min(late_steps, 0xFFFF))
+    seconds = _SECONDS.pack(times.compute_s, times.waiting_s, times.outside_s, times.peak_bytes)
+    return [amounts, seconds + b"".join(_PAIR.pack(*each) for each in named)]
 
 
 def rank_times(parts: Sequence[RankValues]) -> tuple[RankTimes, ...]:
@@ -121,13 +91,13 @@ def _seconds_in(packed: bytes) -> tuple[float, float, float, int, dict[int, floa
     return compute_s, waiting_s, outside_s, peak, {rank: s for rank, s in pairs if rank != _NOBODY}
 
 
-def slowest(ranks: Sequence[RankTimes]) -> tuple[int, ...]:
-    """The slow ones among them, by what they were busy; see `slow_ranks`."""
-    return slow_ranks({each.rank: each.busy_s for each in ranks})
-
-
-class _Meter:
+class _Meter(StepObserver):
     """Of one rank: a tally counts its waits and its bytes."""
+
+    @staticmethod
+    @override
+    def times(parts: Sequence[RankValues]) -> tuple[RankTimes, ...]:
+        return rank_times(parts)
 
     def __init__(self, channel: Channel) -> None:
         self._tally = tally_of(channel)
@@ -175,14 +145,15 @@ class HostMeter(_Meter):
         self._left_s: float | None = None
         self._inside_s = self._outside_s = 0.0
 
+    @override
     def begin(self) -> None:
-        """A step begins."""
         self._since_s = self._tally.now_s()
         if self._left_s is not None:
             self._outside_s += self._since_s - self._left_s
             self._left_s = self._since_s  # a step that is refused has no end, and the next one begins here
         self._tally.open()
 
+    @override
     def packed(self) -> list[bytes]:
         """All since the last call, or of an earlier step where that is what is known; empty parts: nothing is."""
         self._add()
@@ -190,10 +161,10 @@ class HostMeter(_Meter):
         times = self._times(self._inside_s, self._outside_s, waits, self._counted, self._since_s)
         self._inside_s = self._outside_s = 0.0
         self._counted = []
-        return times.packed(num_ranks=self._num_ranks)
+        return packed(times, num_ranks=self._num_ranks)
 
+    @override
     def end(self) -> None:
-        """A step ends."""
         self._add()
         self._left_s = self._since_s
         self._tally.close()
@@ -235,6 +206,7 @@ class _DeviceMeter(_Meter):
         self._steps: deque[_DeviceStep] = deque(maxlen=_MOST_PENDING)
         self._known: tuple[int, RankTimes] | None = None
 
+    @override
     def begin(self) -> None:
         self._tally.open()
         begun = self._tally.event(self._device)
@@ -243,6 +215,7 @@ class _DeviceMeter(_Meter):
             self._left = begun  # a step that is refused has no end, and the next one begins here
         self._closed = self._closed or begun
 
+    @override
     def packed(self) -> list[bytes]:
         assert self._closed is not None, "a step has begun"
         closed = self._tally.event(self._device)
@@ -261,8 +234,9 @@ class _DeviceMeter(_Meter):
         if self._known is None:
             return [b"", b""]
         number, times = self._known
-        return times.packed(num_ranks=self._num_ranks, late_steps=self._number - 1 - number)
+        return packed(times, num_ranks=self._num_ranks, late_steps=self._number - 1 - number)
 
+    @override
     def end(self) -> None:
         self._left = self._tally.event(self._device)
         self._counted.append(self._tally.take())
@@ -274,9 +248,6 @@ def _peak_of_process() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-StepMeter: TypeAlias = HostMeter | _DeviceMeter
-
-
-def step_meter(channel: Channel) -> StepMeter:
+def step_meter(channel: Channel) -> StepObserver:
     """The one for the device of a channel."""
     return HostMeter(channel) if channel.device.type == "cpu" else _DeviceMeter(channel)
