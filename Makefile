@@ -52,6 +52,7 @@ check: setup
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.edges
 
 fix: setup
 	$(BIN)/ruff format src tests benchmarks examples docs

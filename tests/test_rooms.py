@@ -11,6 +11,8 @@ from pathlib import Path
 
 import grimp
 
+from tests.edges import EDGES
+
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
 PURE = ("space", "plan", "routes", "rewrite", "words", "errors", "keepers", "launchers", "train/config")
@@ -105,6 +107,13 @@ def test_the_import_contract_names_every_pure_module() -> None:
     pure = next(each for each in contracts if "torch" in each.get("forbidden_modules", ()))["source_modules"]
     for module in modules_under(SOURCE, PURE):
         assert any(f"{module}.".startswith(f"{source}.") for source in pure), f"{module} is missing in the contract"
+
+
+def test_every_edge_of_the_engine_is_taken_away_by_the_check_of_the_core() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = next(each for each in contracts if each.get("containers") == ["shardwise.engine"])["layers"]
+    line = next(each for each in floors if "telemetry" in each)
+    assert {f"engine/{edge}" for edge in line.split(" | ")} <= {path for paths in EDGES.values() for path in paths}
 
 
 def test_torch_distributed_is_used_by_the_comm_room_and_the_double_of_nccl_only() -> None:
