@@ -21,6 +21,12 @@ EDGES = {
     "generation": ["engine/generation"],
     "metrics": ["engine/metrics"],
     "telemetry": ["engine/telemetry"],
+    "rules found": [
+        *(f"engine/tensor/{each}.py" for each in ("rule_inference", "rehearsal", "forward_recording", "atoms")),
+        *("engine/tensor/operation_rules.py", "plan/tensor_inference.py"),
+    ],
+    "proof of regions": ["engine/tensor/region_proof.py", "engine/tensor/isolated_runs.py"],
+    "samples by configurations": ["engine/samples"],
     "peft": ["engine/adapters.py"],
     "trainers of others": ["hf", "lightning", "accelerate", "trainers"],
     "pictures": ["pictures"],
@@ -41,7 +47,7 @@ def train_core(folder: Path) -> None:
         "pp": sw.Plan(
             mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"0": 0, "2": 1}), merge=sw.Merge(microbatches=2)
         ),
-        "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"0": "column", "2": "row"})),
+        "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"0": "column", "2": "row"}, prove=False)),
     }
 
     def engine_of(channel: sw.Channel, plan: sw.Plan) -> Any:

@@ -79,14 +79,12 @@ from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.computation import Computation, Forwards
-from shardwise.engine.step.edges import StateEntry
+from shardwise.engine.step.edges import RegionProof, StateEntry
 from shardwise.engine.step.norm import clipped_parts
-from shardwise.engine.tensor.region_proof import Proof
-from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import put_styles
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import (
-    NO_CUTS,
+    TensorDecision,
     agree_on_tensor_plan,
     keep_portions,
     portion_of,
@@ -384,21 +382,26 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
+    proof: RegionProof | None = None
+    if plan.tensor.prove and plan.mesh.tp > 1:
+        from shardwise.engine.tensor.region_proof import Proof
+
+        proof = Proof(
+            model,
+            decision.plan,
+            channels.tensor,
+            world=channel,
+            gather=passes.holding if isinstance(passes, Unshard) else None,
+            is_followed=lambda: passes.is_followed,
+            is_local=lambda name: runner is None or any(_is_within(name, each) for each in placement.modules),
+        )
     forwards = Forwards(
         random=random,
         runner=runner,
         passes=passes,
         activations=KeptActivations(model, plan, inspected.activations, random, channel, passes, runner),
         decision=decision,
-        proof=Proof(
-            model,
-            decision.plan if plan.tensor.prove else NO_CUTS,
-            channels.tensor,
-            world=channel,
-            gather=passes.holding if isinstance(passes, Unshard) else None,
-            is_followed=lambda: passes.is_followed,
-            is_local=lambda name: runner is None or any(_is_within(name, each) for each in placement.modules),
-        ),
+        proof=proof,
         on_loss=watchers,
     )
     owns_all = channels.owners.size * placement.num_stages == 1 and not (cut or tensors.layout.ownership.homes)

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
-from shardwise.engine.tensor.rule_inference import TensorDecision
+from shardwise.engine.tensor.tensor_decision import TensorDecision
 from tests.oracle.batches import Batch
 from tests.oracle.program import seeded
 

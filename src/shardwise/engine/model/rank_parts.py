@@ -20,8 +20,8 @@ from shardwise.engine.pipeline.ties import StageTies
 from shardwise.engine.step.channels import EngineChannels
 from shardwise.engine.step.computation import Computation
 from shardwise.engine.step.edges import StateEntry
-from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.summed_gradients import SummedGradients
+from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.reduce import GradReduce, OwnedLayout

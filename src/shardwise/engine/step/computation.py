@@ -39,12 +39,11 @@ from shardwise.engine.model.batch_statistics import synchronised_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.step.channels import EngineChannels
-from shardwise.engine.step.edges import ModelCall
+from shardwise.engine.step.edges import ModelCall, RegionProof
 from shardwise.engine.step.loss_parameters import LossParameters
 from shardwise.engine.step.loss_scaling import LossScale
-from shardwise.engine.tensor.region_proof import Proof
-from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import module_noted
+from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.errors import ModelError
 from shardwise.plan import Plan
 
@@ -68,7 +67,7 @@ class Forwards:
     """What becomes of the tensors that forwards save for backward."""
     decision: TensorDecision
     """How modules are cut along tp."""
-    proof: Proof
+    proof: RegionProof | None
     """Of that."""
     on_loss: Sequence[Callable[[torch.Tensor], None]]
     """See each loss before its backward, where the whole model is here."""
@@ -107,7 +106,7 @@ class Computation:
         """See `Passes`."""
         if runner is not None and runner.stages.num_chunks > 1 and passes.moves_in_step:
             self.advice = "\n".join(filter(None, [_ADVICE_ON_CHUNKS, passes.advice]))
-        self._proof = forwards.proof
+        self._judging = _unjudged if forwards.proof is None else forwards.proof.judging
         self.activations = forwards.activations
         self.loss_parameters = LossParameters(loss.model, channels)
         """What is trained and is not the model's."""
@@ -176,7 +175,7 @@ class Computation:
             self.runner.turn_to(trained)
         with (
             self._during("engine.step"),
-            self._proof.judging(by_all=True),
+            self._judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
             self.activations.measuring(len(counted), trained),
@@ -364,7 +363,7 @@ class Computation:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with self._during(call), torch.no_grad(), self._proof.judging(by_all=by_all), self._explained():
+            with self._during(call), torch.no_grad(), self._judging(by_all=by_all), self._explained():
                 yield
         finally:
             for module, mode in modes:
@@ -373,3 +372,7 @@ class Computation:
     def _streams(self, step: int, count: int, count_of_all: int) -> list[Stream]:
         first = self._data_rank * count_of_all
         return [self.random.stream(step, first + at) for at in range(count)]
+
+
+def _unjudged(*, by_all: bool) -> AbstractContextManager[None]:
+    return nullcontext()

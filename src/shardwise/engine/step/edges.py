@@ -10,6 +10,7 @@ tests/edges.py takes one folder after the other away, and runs tests of the core
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -73,6 +74,13 @@ Seeds: TypeAlias = int | Sequence[int] | None
 
 ModelCall: TypeAlias = tuple[Callable[[], Any] | None, int | None]
 """A call of a method of the model, None where this rank has no rows for it; and its seed, None: draws go on."""
+
+
+class RegionProof(Protocol):
+    """Compares modules that tensor parallelism cuts with whole ones, as layers around their forwards."""
+
+    def judging(self, *, by_all: bool) -> AbstractContextManager[None]:
+        """Modules run inside. by_all: on all ranks. Raises ModelError for what is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

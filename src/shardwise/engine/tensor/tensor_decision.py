@@ -8,8 +8,8 @@ Every rank decides for itself from the same model and compares the plan with the
 whole parameters away, and each rank holds its portions.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from shardwise.comm.agreement import agreed, compare
 from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatch
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
-from shardwise.engine.tensor.rule_inference import TensorDecision, infer_plan, sample_for
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
@@ -33,6 +31,22 @@ from shardwise.space import Portion
 
 NO_CUTS = TensorPlan(num_ranks=1)
 """Of a model that is whole on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDecision:
+    """How a model is cut, and where that comes from."""
+
+    plan: TensorPlan
+    inferred: Mapping[str, str] = field(default_factory=dict)
+    """The rules that "auto" inferred; they may be given as `tensor.rules` as they are."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """What "auto" left whole, and modules whose adapters cannot be cut as a rule says -> why."""
+
+    def text(self) -> str:
+        """What "auto" inferred and what it left whole, a line each; "" where it inferred nothing."""
+        lines = [f"{name}: {rule}" for name, rule in self.inferred.items()]
+        return "\n".join([*lines, *(f"{name}: whole, {why}" for name, why in self.left.items())])
 
 
 def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | None) -> TensorDecision:
@@ -48,21 +62,24 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     if outline.carried or not is_automatic:
         plan_of_rules = plan_tensor(outline, rules, num_ranks=num_ranks)
         return TensorDecision(plan=plan_of_rules, left=plan_of_rules.left)
+    from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
+    from shardwise.engine.tensor.rule_inference import infer_plan
+
     call = _call(model, plan, loss, sample)
-    inferred = infer_plan(model, outline, call, num_ranks=num_ranks)
+    plan_inferred, inferred, left = infer_plan(model, outline, call, num_ranks=num_ranks)
     if rules == "auto":
-        return replace(inferred, left={**inferred.left, **inferred.plan.left})
+        return TensorDecision(plan=plan_inferred, inferred=inferred, left={**left, **plan_inferred.left})
     # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
-    mixed = plan_tensor(replace(outline, carried=inferred.inferred), rules, num_ranks=num_ranks)
+    mixed = plan_tensor(replace(outline, carried=inferred), rules, num_ranks=num_ranks)
     try:
         rehearse(model, outline, mixed, call)
     except RehearsalError as wrong:
         raise PlanError(
             'tensor.rules: with these rules and those of "auto" for the rest, '
             f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}. Leave rules of yours out, "
-            f"or give all of them. Inferred: {dict(inferred.inferred)}"
+            f"or give all of them. Inferred: {dict(inferred)}"
         ) from wrong
-    return replace(inferred, plan=mixed, left={**inferred.left, **mixed.left})
+    return TensorDecision(plan=mixed, inferred=inferred, left={**left, **mixed.left})
 
 
 def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None) -> Callable[[], Any]:
@@ -77,6 +94,8 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
     if sample is not None:
         part = first_microbatch(sample, plan, device, loss.rows)
         return lambda: loss(part)
+    from shardwise.engine.samples.config_samples import sample_for
+
     made = sample_for(model)
     if made is None:
         raise PlanError(
