@@ -43,6 +43,7 @@ from shardwise.engine.torch_private import (
     hooks_of_all_forwards,
     is_transformed,
 )
+from shardwise.errors import ModelError
 
 EVALUATION = -1
 """The step under which evaluations draw: each draws the same, whenever it is run."""
@@ -168,7 +169,7 @@ class KeyedRandom:
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
         stream = self._active
-        if stream is not None and not self.is_suspended and self._is_called(module):
+        if stream is not None and not self.is_suspended and self._is_called(module, refuses=True):
             # With the module, because `leave` comes for every call, and `enter` not for those that draw nothing: a
             # call must not end the frame of another.
             stream.frames.append((module, self._number_drawn() if self._is_skipped(module) else self._split()))
@@ -212,20 +213,29 @@ class KeyedRandom:
             # the module and on one that does not.
             return int(self._number.random_(generator=torch.default_generator))
 
-    def _is_called(self, module: nn.Module) -> bool:
+    def _is_called(self, module: nn.Module, *, refuses: bool = False) -> bool:
         """Whether a call of the module is this engine's.
 
         On an accelerator, autograd runs backwards in another thread, and a forward there is a recomputation. It belongs
         to the stream that is active, unless other engines have the module too: then the thread decides.
+        `refuses`: raise ModelError where that is not known.
         """
-        if threading.get_ident() in self._threads:
+        thread = threading.get_ident()
+        if thread in self._threads:
             return True
         # A thread of the user's own, which calls a module that this engine shares.
         if not in_backward():
             return False
         engines = [hook.random() for hook in forward_pre_hooks(module).values() if isinstance(hook, StreamSplit)]
         # An engine without a stream computes nothing now.
-        return all(each is None or each is self or each._active is None for each in engines)
+        others = [each for each in engines if each is not None and each is not self and each._active is not None]
+        if others and refuses and all(thread not in each._threads for each in others):
+            raise ModelError(
+                f"a {type(module).__name__} that several engines of this process share is recomputed in a backward "
+                "that no engine began, in a thread of autograd. The engine of its random numbers is not known; give "
+                "each model its own layer"
+            )
+        return not others
 
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
