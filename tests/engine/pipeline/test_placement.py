@@ -1,5 +1,7 @@
 """Outlines and work of real models: what a placement is decided from."""
 
+from collections import deque
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -7,12 +9,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+import shardwise as sw
 from shardwise.engine.forward.outline import outline_of
 from shardwise.engine.forward.trial_runs import count_work
 from shardwise.errors import ModelError
 from shardwise.plan import Outline, Pipeline, Placement, place
 from tests.engine.formed import formed
 from tests.engine.pipeline.transformers_models import case_of
+from tests.oracle.places import train_on
+from tests.oracle.program import plan_of
 
 
 def elements_by_stage(model: nn.Module, placement: Placement) -> list[int]:
@@ -52,6 +57,19 @@ def test_a_balanced_placement_covers_every_model(name: str) -> None:
             of_stages[stage] += work[each]
         assert min(of_stages) >= 0
         assert max(of_stages) <= 0.85 * work[""]
+
+
+@pytest.mark.parametrize("balance", ["parameters", "flops"])
+def test_a_model_whose_first_forward_puts_hooks_on_trains_after_a_run_of_a_sample(balance: Any) -> None:
+    program = case_of("mixtral")  # one rank runs the sample, and all put the hooks on in their first step
+
+    def losses(channel: sw.Channel) -> list[float]:
+        plan = plan_of(program, sw.Mesh(pp=channel.size), k=2)
+        placed = replace(plan, pipeline=sw.Pipeline(balance=balance) if channel.size > 1 else sw.Pipeline())
+        return train_on(channel, program, placed, sample=program.batches[0])[0]
+
+    (alone,) = sw.simulate(1, losses)
+    assert sw.simulate(2, losses) == [alone, alone]
 
 
 class Shared(nn.Module):
@@ -157,7 +175,7 @@ def test_counting_leaves_the_model_and_the_random_numbers_as_they_were(
     kind: Literal["flops", "seconds"], width: int
 ) -> None:
     model: Any = formed(
-        noisy, put_buffers, linear=lambda: nn.Linear(3, 3), norm=lambda: nn.BatchNorm1d(3), modes=list
+        noisy, put_buffers, linear=lambda: nn.Linear(3, 3), norm=lambda: nn.BatchNorm1d(3), modes=deque
     )()
     held = dict(model.named_buffers())
     before = {name: buffer.clone() for name, buffer in held.items()}

@@ -1,7 +1,7 @@
 """Runs of a model that leave no trace. `count_work` makes one to find the work of each module."""
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
@@ -16,7 +16,7 @@ from shardwise.engine.forward.kept_objects import own_generators
 from shardwise.engine.forward.observe import Observed, flops_of
 from shardwise.engine.forward.outline import named_modules, outline_of
 from shardwise.engine.forward.packed_tensors import PackedPlaces
-from shardwise.engine.torch_private import COMPILED_CALL, compiled_call
+from shardwise.engine.torch_private import COMPILED_CALL, compiled_call, version_of
 
 _NUM_TIMED_RUNS = 3
 
@@ -26,11 +26,12 @@ _NAMES = frozenset({*vars(nn.Module()), "forward", COMPILED_CALL})
 
 
 @contextmanager
-def aside(module: nn.Module, *, keep: Collection[str] | None = _NAMES) -> Iterator[Callable[[], bool]]:
+def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """Inside, a module may run and be changed, and is as before afterwards. Gives what says whether numbers were drawn.
 
-    attributes    those that `keep` names: modes, hooks, layers, parameters. None: all, and the lists, dicts and sets in
-                  them. A forward that writes to parameters (RWKV rescales its own) notes that in others
+    attributes    all, and the lists, dicts and sets in them: modes, hooks, layers, parameters, notes of first calls.
+                  Only those that every module has where the run wrote to a parameter, which stays written: a forward
+                  that rescales its weights once (RWKV) notes that in an attribute
     buffers       forwards write to copies
     weights       packed ones, which kernels may pack in another way
     generators    those of the devices, and those that modules keep
@@ -40,7 +41,10 @@ def aside(module: nn.Module, *, keep: Collection[str] | None = _NAMES) -> Iterat
     devices = list({torch.device("cpu"), *(each.device for each in held if not each.is_meta)})
     own = own_generators(module)
     packed = PackedPlaces(module)
-    put_back = kept_attributes(module.modules(), names=keep, contents=(list, dict, set))
+    put_back, put_back_common = (
+        kept_attributes(module.modules(), names=names, contents=(list, dict, set)) for names in (None, _NAMES)
+    )
+    versions = [version_of(each) for each in module.parameters()]
 
     def states() -> list[torch.Tensor]:
         return [state for device in devices for state in random_states(device, own).values()]
@@ -54,7 +58,9 @@ def aside(module: nn.Module, *, keep: Collection[str] | None = _NAMES) -> Iterat
                 each._buffers.update({key: copies[held] for key, held in each._buffers.items() if held is not None})
             yield lambda: not all(map(torch.equal, before, states()))
         finally:
-            put_back()
+            put_back_common()
+            if versions == [version_of(each) for each in module.parameters()]:
+                put_back()
             packed.restore()
 
 

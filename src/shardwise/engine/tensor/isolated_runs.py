@@ -110,7 +110,7 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
     with (
         # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
         # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
-        aside(module, keep=None) as has_drawn,
+        aside(module) as has_drawn,
         # Under autocast a wide run would be rounded to half precision again.
         torch.autocast(device.type, enabled=False),
         NoDropout(),
