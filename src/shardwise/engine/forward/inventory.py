@@ -1,9 +1,11 @@
 """What a model holds: its parameters by storage, its ties, its buffers.
 
-embedding.weight  --+
-head.weight       --+--> one storage, one object or several --> one `Parameter`, alias head.weight
-a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
-cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
+    embedding.weight  --+
+    head.weight       --+--> one storage, one object or several --> one `Parameter`, alias head.weight
+    a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
+    cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
+
+Whether a parameter is packed, and what belongs to it, is asked of `packed_tensors`.
 """
 
 import operator
