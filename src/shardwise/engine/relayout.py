@@ -45,7 +45,7 @@ class Later:
     """Values come by a load afterwards: nothing comes now."""
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ValueSource`."""
+        """Gives none."""
         return iter(())
 
 

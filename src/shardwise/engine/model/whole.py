@@ -51,7 +51,7 @@ from shardwise.plan.saved_settings import PYTHON_DTYPES, origin_of
 from shardwise.space import Piece
 
 Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
-"""See `Engine.restore`."""
+"""Prepares a load into the whole model, as `Engine.restore` does."""
 
 _PURPOSE = "the whole model"
 
@@ -67,7 +67,7 @@ def whole_inside(
     offload: bool,
     only: Collection[str] | None,
 ) -> Iterator[None]:
-    """See `Engine.whole`. only: globs or names."""
+    """Let the model be whole inside (`Engine.whole`). only: globs or names."""
     handed = hand_over()
     channel = handed.rank.channels.world
     ranks = range(1) if rank0_only else range(channel.size)

@@ -61,7 +61,6 @@ class SharedMatrices:
         rooms: Rooms,
         spec_of: Mapping[str, Parameter],
     ) -> None:
-        """See `shared_matrices`."""
         self._channel = channel
         self._routes = routes
         self._num_bytes = memory[channel.rank].nbytes
@@ -142,7 +141,7 @@ class SentMatrices:
         )
 
     def bring(self, rounds: Rounds, number: int) -> None:
-        """See `SharedMatrices`."""
+        """Called as that of `SharedMatrices` is, and gives as much: in messages, of which one batch is under way."""
         begun = self._begun
         following = number + 1
         self._begun = self._mover.begin(self._batch(rounds, following), following, f"matrices, batch {following}")
@@ -156,13 +155,13 @@ class SentMatrices:
             self._rooms.pop(UPDATED + name, None)
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `SharedMatrices`."""
+        """A matrix whose home is here, and its gradient. Asked for once, in its round."""
         self._rooms[UPDATED + name] = self._rooms.pop(MASTER + name)
         return self._rooms[UPDATED + name], self._rooms.pop(GRADIENT + name)
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """See `SharedMatrices`."""
+        """The most that an update holds: for whole matrices, and for messages."""
         rounds = self._rounds
         whole = [sum(self._held[name].nbytes for name in names if name in self._held) for names in rounds]
         # The masters of one round go back while those of another are updated and those of a third come, with gradients.

@@ -103,7 +103,7 @@ class Computation:
         """What losses are multiplied by before their backward."""
         self._passes = passes
         self.advice = passes.advice
-        """See `Passes`."""
+        """What to do where ranks make other calls than their peers."""
         if runner is not None and runner.stages.num_chunks > 1 and passes.moves_in_step:
             self.advice = "\n".join(filter(None, [_ADVICE_ON_CHUNKS, passes.advice]))
         self._judging = _unjudged if forwards.proof is None else forwards.proof.judging

@@ -387,7 +387,7 @@ class StepFlags(NamedTuple):
     written: Sequence[bool]
     """Parameters of the model that a forward wrote to."""
     outside: Sequence[bool] = ()
-    """See `LossParameters.flags`."""
+    """Parameters of the loss alone, by what `LossParameters.flags` says of them."""
     stop: bool = False
     """Whether the program asks to stop."""
     steps_at_once: bool = False

@@ -381,7 +381,7 @@ class GradReduce(Passes):
         self.microbatch_done()
 
     def microbatch_done(self, stage: int | None = None) -> None:
-        """See `Passes`: what is left of the microbatch is reduced."""
+        """Reduce what is left of the microbatch."""
         if not self._trains:
             return
         # As their backwards go, which is how ranks that skip the microbatch have to do it.

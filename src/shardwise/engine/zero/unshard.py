@@ -327,7 +327,10 @@ class Unshard(Passes):
         self.is_followed = False
 
     def microbatch_done(self, stage: int | None = None) -> None:
-        """See `Passes`. Raises ModelError where a forward wrote to what it got as a copy of a parameter."""
+        """Reshard and reduce what the microbatch has left open.
+
+        Raises ModelError where a forward wrote to what it got as a copy of a parameter.
+        """
         self.watch(None)
         # The backward of a call may end without notice: where no input of it needs a gradient, say.
         for call in self._open:
@@ -364,7 +367,7 @@ class Unshard(Passes):
         self.is_followed = not is_joint and self._has_followers
 
     def skip_microbatch(self) -> None:
-        """See `Passes`: gather and reduce what the others do, as they say it."""
+        """Gather and reduce what the others do, as they say it."""
         if self._has_followers:
             self._follow()
         else:
@@ -492,7 +495,7 @@ class Unshard(Passes):
             self.use(unit, BACKWARD)
 
     def end_backward(self, call: UnitCall) -> None:
-        """See `UnitCall`: the gradients of a unit are reduced when no other call of it is to come."""
+        """Reduce the gradients of a unit when no other call of it is to come."""
         self._open.remove(call)
         calls = self._outstanding.get(call.microbatch, {})
         for unit in call.units:
