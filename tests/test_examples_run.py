@@ -66,7 +66,7 @@ print(*[name for name in ("transformers", "torch.distributed.tensor") if name in
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     *_, rooms, others = done.stdout.split("\n")[:-1]
-    pure = {"errors", "keepers", "launchers", "plan", "rewrite", "space"}
+    pure = {"errors", "keepers", "launchers", "plan", "rewrite", "routes", "space"}
     assert {*rooms.split()} == {"processes", "checkpoint", "comm", "moving"} | pure
     assert others == ""
 

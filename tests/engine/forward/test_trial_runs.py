@@ -21,7 +21,8 @@ class HooksAtFirst(nn.Module):
         if not self.has_hooks:
             self.layer.register_forward_hook(self._see)
             self.has_hooks = True
-        return self.layer(given) + self.seen.pop()
+        output: torch.Tensor = self.layer(given) + self.seen.pop()
+        return output
 
     def _see(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         self.seen.append(output)

@@ -4,7 +4,8 @@
     element by element      a * b                        atoms that meet are tied
     mixes a dim             softmax, sum, sort           all atoms along the dim are tied
     product                 a @ b                        all atoms along the inner dim are tied; rows and columns stay
-    anything else           a[:, [3]], gather            forbids all atoms that reach it: they stay whole
+    picks by position       a[:, [3]], gather            tied along the dim: a rank would count from its own first one
+    anything else                                        forbids all atoms that reach it: they stay whole
 
 Scores of 2 heads, query and key (rows, heads, tokens, 3), atoms of one token:
 
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.tensor.atoms import TensorFlow, TracedOperation, slim, varies
+from shardwise.engine.torch_private import tree_leaves, tree_map
 
 Numbers = torch.Tensor
 """An atom for each element."""
@@ -250,12 +252,47 @@ def _normalize(flow: TensorFlow, operation: TracedOperation) -> None:
     flow.numbers[operation.made[0]] = numbers
 
 
+def _pick(flow: TensorFlow, operation: TracedOperation) -> None:
+    """Elements by their positions."""
+    name, source = operation.name, operation.args[0]
+    positions = [each for each in tree_leaves((operation.args[1:], operation.kwargs)) if isinstance(each, torch.Tensor)]
+    # Positions that depend on cut values differ by rank; those of a meta tensor are unknown.
+    if flow.numbers.get(source) is None or flow.cut(positions) or any(each.is_meta for each in positions):
+        refuse(flow, operation.given, name)
+        return
+    numbers = flow.numbers[source]
+    if not flow.is_parameter(source):
+        # x[:, [3]] is feature 3 of the whole, and on rank 1 it would be the third of its own. Slices are not tied: the
+        # sizes in them may come from attributes that the rule `heads` changes, and a rehearsal shows whether they do.
+        for dim in _picked_dims(operation, source):
+            flow.along(numbers, dim, f"'{name}'")
+    args, kwargs = tree_map(_on_cpu, (operation.args[1:], operation.kwargs))
+    flow.numbers[operation.made[0]] = slim(operation.func(numbers, *args, **kwargs))
+
+
+def _picked_dims(operation: TracedOperation, source: torch.Tensor) -> list[int]:
+    if operation.name == "index_select":
+        return [operation.args[1] % source.dim()]
+    if operation.name == "gather":
+        return list(range(source.dim()))
+    dims, at = [], 0
+    for each in operation.args[1]:
+        count = each.dim() if each is not None and each.dtype in (torch.bool, torch.uint8) else 1
+        dims += [] if each is None else list(range(at, at + count))
+        at += count
+    return dims
+
+
 def _look_up(flow: TensorFlow, operation: TracedOperation) -> None:
     weight, tokens = operation.args[:2]
     if flow.numbers.get(weight) is None or flow.numbers.get(tokens) is not None or tokens.is_meta:
         refuse(flow, operation.given, operation.name)
         return
     flow.numbers[operation.made[0]] = slim(flow.numbers[weight][tokens.cpu()])
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -325,6 +362,7 @@ _FOLLOWED: Mapping[str, Callable[[TensorFlow, TracedOperation], None]] = {
     **dict.fromkeys(("cat", "stack"), _join),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _normalize),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _multiply),
+    **dict.fromkeys(("index", "index_select", "gather"), _pick),
     "constant_pad_nd": _pad,
     "glu": _gate,
     "embedding": _look_up,
