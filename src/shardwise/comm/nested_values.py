@@ -29,36 +29,81 @@ class ObjectSlot:
     number: int
 
 
-def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> Any:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContainerSlot:
+    """Stands for the container with this number among those that a walk has come by (`SeenContainers`)."""
+
+    number: int
+
+
+class SeenContainers:
+    """The containers of walks that can be written to, and what they gave: one that comes again gives the same.
+
+    They are numbered in the order in which the walks leave them.
+    """
+
+    def __init__(self, known: Iterable[Any] = (), *, gives_slots: bool = False) -> None:
+        """known: containers that come before all others, and give themselves. gives_slots: those that come again give
+        slots."""
+        self.made: list[Any] = []
+        self._gives_slots = gives_slots
+        self._numbers: dict[int, tuple[int, Any]] = {}
+        """By id, with the container itself: while it is kept alive, no other one can get its id."""
+        for each in known:
+            self.note(each, each)
+
+    def note(self, container: Any, made: Any) -> None:
+        """A walk leaves a container, which gave this."""
+        self._numbers[id(container)] = len(self.made), container
+        self.made.append(made)
+
+    def again(self, container: Any) -> Any:
+        """What a container gives that has been seen; None for any other."""
+        if (found := self._numbers.get(id(container))) is None:
+            return None
+        return ContainerSlot(found[0]) if self._gives_slots else self.made[found[0]]
+
+
+def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False, seen: SeenContainers | None = None) -> Any:
     """`value` with `fn` applied to everything that is no container; the same object where nothing changed.
 
     Containers are tuples (named ones too), lists, dicts and other mutable mappings, and dataclasses.
     fresh: a write to a container of the result is no write to one of `value`.
+    seen: containers that were transformed before. None: one that is in several places gives one for each.
     """
     kind = type(value)
-    if kind is TensorSlot or kind is ObjectSlot or isinstance(value, torch.Tensor):
+    if kind in _SLOTS or isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, tuple | list):
-        items = [transform(each, fn, fresh=fresh) for each in value]
-        is_fresh = fresh and isinstance(value, list)
-        if not is_fresh and all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        # A named tuple may look at its items when it is made (packed sequences do).
-        return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
-    if kind is dict:
-        made = {key: transform(each, fn, fresh=fresh) for key, each in value.items()}
-        # The same object where nothing changed: programs compare what they gave with what they got by `is`.
-        return made if fresh or any(map(is_not, made.values(), value.values())) else value
+    if isinstance(value, tuple):
+        items = [transform(each, fn, fresh=fresh, seen=seen) for each in value]
+        return rebuilt(value, items) if any(map(is_not, items, value)) else value
     if not is_container(value):
         return fn(value)
+    if seen is not None and (again := seen.again(value)) is not None:
+        return again
     contents = contents_of(value)
-    changed = {key: new for key, old in contents.items() if (new := transform(old, fn, fresh=fresh)) is not old}
-    if not changed and not fresh:
-        return value
-    filled = _copied(value)
-    for key, new in changed.items():
-        put_into(filled, key, new)
-    return filled
+    items = [transform(each, fn, fresh=fresh, seen=seen) for each in contents.values()]
+    # The same object where nothing changed: programs compare what they gave with what they got by `is`.
+    made = rebuilt(value, items) if fresh or any(map(is_not, items, contents.values())) else value
+    if seen is not None:
+        seen.note(value, made)
+    return made
+
+
+def rebuilt(container: Any, items: Sequence[Any]) -> Any:
+    """A new container of the same class and keys, with these items in the order of `contents_of`."""
+    kind = type(container)
+    if isinstance(container, tuple | list):
+        # A named tuple may look at its items when it is made (packed sequences do).
+        return tuple.__new__(kind, items) if hasattr(container, "_fields") else kind(items)
+    contents = contents_of(container)
+    if kind is dict:
+        return dict(zip(contents, items, strict=True))
+    made = _copied(container)
+    for (key, old), new in zip(contents.items(), items, strict=True):
+        if new is not old:
+            put_into(made, key, new)
+    return made
 
 
 def _copied(container: Any) -> Any:
@@ -66,17 +111,6 @@ def _copied(container: Any) -> Any:
     # A mapping may keep its items in an attribute, which a shallow copy would share: a dict has them then.
     is_other = isinstance(container, MutableMapping) and not isinstance(container, dict)
     return dict(container) if is_other and not hasattr(type(container), "__copy__") else copy.copy(container)
-
-
-def containers_in(values: Iterable[Any]) -> list[Any]:
-    """The containers that can be written to, the outer before the inner ones."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, tuple):
-            found += containers_in(value)
-        elif isinstance(value, list | MutableMapping) or _is_dataclass(value):
-            found += [value, *containers_in(contents_of(value).values())]
-    return found
 
 
 def is_container(value: Any) -> bool:
@@ -126,15 +160,24 @@ def put_into(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)  # a frozen one too
 
 
-def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh: bool = False) -> Any:
-    """A nested value with tensors and objects in their slots; `fresh`: see `transform`."""
+def filled(
+    value: Any,
+    tensors: Sequence[Any],
+    objects: Sequence[Any],
+    *,
+    fresh: bool = False,
+    seen: SeenContainers | None = None,
+) -> Any:
+    """A nested value with tensors, objects and containers in their slots; `fresh` and `seen`: see `transform`."""
 
     def put(leaf: Any) -> Any:
         if type(leaf) is TensorSlot:
             return tensors[leaf.number]
+        if type(leaf) is ContainerSlot and seen is not None:
+            return seen.made[leaf.number]
         return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
 
-    return transform(value, put, fresh=fresh)
+    return transform(value, put, fresh=fresh, seen=seen)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -151,9 +194,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | TensorSlot | ObjectSlot)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value) not in _SLOTS
 
 
+_SLOTS = frozenset({TensorSlot, ObjectSlot, ContainerSlot})
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), type, enum.Enum, slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),

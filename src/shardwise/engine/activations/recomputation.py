@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, is_plain, transform
+from shardwise.comm.nested_values import ObjectSlot, SeenContainers, TensorSlot, filled, is_plain, transform
 from shardwise.engine.activations.kept_outputs import outputs_kept
 from shardwise.engine.activations.written_buffers import KeptBuffers, WrittenBuffers
 from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
@@ -160,7 +160,7 @@ class KeptArguments:
         """Copies of what is no tensor, no container and no plain value: forwards may write to it."""
         self.generators: list[torch.Generator] = []
         """Not copied: the program goes on with them."""
-        self._template = transform((args, kwargs), self._take, fresh=True)
+        self._template = transform((args, kwargs), self._take, fresh=True, seen=SeenContainers())
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors, each object once; they are not held here from now on."""
@@ -170,7 +170,7 @@ class KeptArguments:
     def again(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with these tensors. What a call writes to lists and objects among them is lost."""
         objects = [_copied(each) for each in self.objects]
-        args, kwargs = filled(self._template, tensors, objects, fresh=True)
+        args, kwargs = filled(self._template, tensors, objects, fresh=True, seen=SeenContainers())
         return args, kwargs
 
     def _take(self, leaf: Any) -> Any:

@@ -8,31 +8,32 @@ Calls of one key give outputs of one description, as far as shapes are known. Th
 
     the call        function; of a module what decides shapes, its modes and hooks
     around it       grad mode, autocast and its dtype, inference mode, the default dtype
-    the arguments   structure and keywords; of each tensor shape, strides, dtype and gradient; of each plain value its
-                    type and the value
-    sharing         which tensors are one object
+    the arguments   structure, keys and keywords; of each tensor shape, strides, dtype and gradient; of each plain value
+                    its type and the value; of each module its modes and hooks
+    sharing         which tensors, and which containers, are one object
 """
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.comm.nested_values import (
     ObjectSlot,
+    SeenContainers,
     TensorSlot,
-    containers_in,
+    contents_of,
     filled,
     is_container,
     is_plain,
-    transform,
+    rebuilt,
 )
 from shardwise.engine.forward.aside import items_set
-from shardwise.engine.pipeline.nested import Opaque, token_of
+from shardwise.engine.pipeline.nested import Opaque, comparable, token_of
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
@@ -56,14 +57,13 @@ class Arguments:
         to the one shows in the other."""
         self.objects: list[Any] = []
         self.numbers: list[float | complex] = []
-        self.containers: list[Any] = []
-        """Lists, dicts and the like that a module may write to, as the program has them."""
         self.has_opaque = False
         """Whether an object among them is known on one rank only, so that no rank can try the call."""
         self.is_plain = True
         """Whether there are tensors and plain values in tuples alone: what is written to others has to be found."""
         self._flow, self._call = flow, call
         self._positions: dict[int, int] = {}
+        self._seen = SeenContainers(gives_slots=True)
         self._modules: list[nn.Module] = []
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._tokens: list[Any] = [call.key(), around_of(flow.device.type), len(args)]
@@ -72,8 +72,6 @@ class Arguments:
         self._values = self._read(kwargs.values()) if kwargs else []
         if call.is_user_code:
             self._lend(stage)
-            if not self.is_plain:
-                self.containers = containers_in((*args, *kwargs.values()))
         self.key: Hashable = tuple(self._tokens)
 
     def _read(self, values: Iterable[Any]) -> list[Any]:
@@ -89,7 +87,7 @@ class Arguments:
                 tokens.append(kind)
                 # `h * 0.37` gives the shape of `h * 0.36`: a factor that changes in every step is no new key each time.
                 if not (ignores and (kind is float or kind is complex)):
-                    tokens.append(leaf)
+                    tokens.append(comparable(leaf))
                 if kind in _NUMBERS:
                     self.numbers.append(leaf)
                 template.append(leaf)
@@ -117,10 +115,7 @@ class Arguments:
         if isinstance(leaf, torch.Tensor):
             return self._take(leaf)
         if is_container(leaf):
-            self._tokens.append(type(leaf))
-            template = transform(leaf, lambda each: self._read((each,))[0])
-            self._tokens.append(_structure(template))
-            return template
+            return self._read_container(leaf)
         if isinstance(leaf, Opaque) or id(leaf) in self._flow.opaque:
             self.has_opaque = True
             self._tokens.append("opaque")
@@ -135,6 +130,17 @@ class Arguments:
                 return leaf
         self.objects.append(leaf)
         return ObjectSlot(len(self.objects) - 1)
+
+    def _read_container(self, leaf: Any) -> Any:
+        if (again := self._seen.again(leaf)) is not None:
+            self._tokens.append(again)
+            return again
+        contents = contents_of(leaf)
+        self._tokens += (type(leaf), len(contents), *([] if isinstance(leaf, tuple | list) else contents))
+        template = rebuilt(leaf, self._read(contents.values()))
+        if not isinstance(leaf, tuple):
+            self._seen.note(leaf, leaf)
+        return template
 
     def _lend(self, stage: int | None) -> None:
         """Let values come along that the program gives by other ways than arguments.
@@ -156,17 +162,41 @@ class Arguments:
         """Modules of other stages have the tensors that came along with them."""
         return items_set([(held, key, tensors[at]) for held, key, at in self._lent])
 
-    def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    @property
+    def containers(self) -> list[Any]:
+        """Lists, dicts and the like that a module may write to, as the program has them, each once."""
+        return self._seen.made
+
+    def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> "FilledArguments":
         """The arguments with these tensors and objects."""
-        fresh = self._call.is_user_code
-        args = put_in(self._args, tensors, objects, fresh=fresh)
-        return tuple(args), dict(zip(self._names, put_in(self._values, tensors, objects, fresh=fresh), strict=True))
+        # A module gets containers of its own: real tensors stand in them for values.
+        seen = SeenContainers() if self._call.is_user_code else None
+        args = put_in(self._args, tensors, objects, seen=seen)
+        named = dict(zip(self._names, put_in(self._values, tensors, objects, seen=seen), strict=True))
+        return FilledArguments(tuple(args), named, [] if seen is None else seen.made)
+
+
+class FilledArguments(NamedTuple):
+    """The arguments that a call is executed with, or tried."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    containers: list[Any]
+    """Those of a module, in the order of `Arguments.containers`."""
 
 
 def put_in(
-    templates: Iterable[Any], tensors: Sequence[torch.Tensor], objects: Sequence[Any] = (), *, fresh: bool = False
+    templates: Iterable[Any],
+    tensors: Sequence[torch.Tensor],
+    objects: Sequence[Any] = (),
+    *,
+    seen: SeenContainers | None = None,
 ) -> list[Any]:
-    """`filled` for each of several values: for tensors in tuples, which most are, with few calls of Python."""
+    """`filled` for each of several values: for tensors in tuples, which most are, with few calls of Python.
+
+    seen: their containers are fresh ones then.
+    """
+    fresh = seen is not None
     values: list[Any] = []
     for leaf in templates:
         kind = type(leaf)
@@ -174,10 +204,10 @@ def put_in(
             values.append(tensors[leaf.number])
         elif kind in _PLAIN:
             values.append(leaf)
-        elif kind is tuple or kind is list:
-            values.append(kind(put_in(leaf, tensors, objects, fresh=fresh)))
+        elif kind is tuple or (kind is list and not fresh):
+            values.append(kind(put_in(leaf, tensors, objects, seen=seen)))
         else:
-            values.append(filled(leaf, tensors, objects, fresh=fresh))
+            values.append(filled(leaf, tensors, objects, fresh=fresh, seen=seen))
     return values
 
 
@@ -195,11 +225,3 @@ def around_of(kind: str) -> Hashable:
         return modes
     kinds = dict.fromkeys((kind, "cpu"))
     return (*modes, *[torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in kinds])
-
-
-def _structure(value: Any) -> Hashable:
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_structure, value))
-    if isinstance(value, dict):
-        return (type(value), *((key, _structure(each)) for key, each in value.items()))
-    return (type(value),)

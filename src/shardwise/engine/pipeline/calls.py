@@ -30,7 +30,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.comm.nested_values import TensorSlot, filled, is_plain, put_into, tensors_in, transform
+from shardwise.comm.nested_values import (
+    ContainerSlot,
+    SeenContainers,
+    TensorSlot,
+    filled,
+    is_plain,
+    put_into,
+    tensors_in,
+    transform,
+)
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, put_in
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
@@ -119,7 +128,7 @@ class Executor:
         begun = _begin(flow, call, None, args, kwargs)
 
         def read() -> Any:
-            real_args, real_kwargs = begun.given.filled(_tensors_here(begun), begun.given.objects)
+            real_args, real_kwargs, _ = begun.given.filled(_tensors_here(begun), begun.given.objects)
             with self.aside():
                 return call.run_plainly(real_args, real_kwargs)
 
@@ -136,7 +145,7 @@ class Executor:
         if flow.stages.is_local(stage):
             used = _tensors_here(begun)
             versions = list(map(version_of, used))
-            args, kwargs = given.filled(used, ())
+            args, kwargs, _ = given.filled(used, ())
             try:
                 with self.aside():
                     result = call.run_plainly(args, kwargs)
@@ -219,15 +228,14 @@ class Executor:
         flow, call, _, given, _ = begun
         used = _tensors_here(begun)
         versions = list(map(version_of, used))
-        args, kwargs = given.filled(used, given.objects)
+        args, kwargs, containers = given.filled(used, given.objects)
         # What a generation does to objects goes to the other ranks.
-        writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else given.objects)
+        writes = Writes(call, containers, () if flow.purpose == "generation" else given.objects)
         try:
             # Where it could be tried, it was seen that it needs nothing of other stages.
             refusing = nullcontext() if is_described else self.foreign.refusing(call.name)
             with self.aside(), given.lending(used), refusing:
-                answer, records = call.run(args, kwargs)
-                return _Here.of((answer, records, writes.found()), used, versions)
+                return _Here.of(writes.result(*call.run(args, kwargs)), used, versions)
         except Exception as error:
             _end(error, begun)
             raise
@@ -245,7 +253,7 @@ class Executor:
             each if spec is None else torch.zeros(spec.shape, dtype=spec.dtype, device=flow.device)
             for each, spec in zip(given.tensors, specs, strict=True)
         ]
-        args, kwargs = given.filled(zeros, given.objects)
+        args, kwargs, _ = given.filled(zeros, given.objects)
         with torch.no_grad():
             call.run(args, kwargs)
 
@@ -253,13 +261,19 @@ class Executor:
         """The result as the program gets it, after hooks inside the module have been called."""
         call, given = begun.call, begun.given
         # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
+        # What comes again is the same again, and one that was given is the program's own.
+        seen = SeenContainers(given.containers)
         if result is None:
-            answer, records, writes = filled(entry.skeleton, wrapped, given.objects)
+            answer, records, writes = filled(entry.skeleton, wrapped, given.objects, fresh=True, seen=seen)
         else:
             following = iter(wrapped)
-            answer, records, writes = transform(
-                result, lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf
-            )
+
+            def put(leaf: Any) -> Any:
+                if isinstance(leaf, torch.Tensor):
+                    return next(following)
+                return seen.made[leaf.number] if type(leaf) is ContainerSlot else leaf
+
+            answer, records, writes = transform(result, put, seen=seen)
         for number, key, value in writes:
             # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
             put_into(given.containers[number], key, value)
@@ -317,7 +331,8 @@ def _note_opaque(begun: _Begun, result: Any) -> None:
     known = {id(each) for each in begun.given.objects}
 
     def note(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) and not is_plain(leaf) and id(leaf) not in known:
+        is_other = isinstance(leaf, torch.Tensor | ContainerSlot) or is_plain(leaf)
+        if not is_other and id(leaf) not in known:
             # With the object itself, which keeps it alive: its id must not become that of another object in this
             # forward.
             begun.flow.opaque[id(leaf)] = leaf

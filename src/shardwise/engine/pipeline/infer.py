@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardwise.comm.nested_values import ObjectSlot, TensorSlot, containers_in, contents_of, is_plain, transform
+from shardwise.comm.nested_values import (
+    ContainerSlot,
+    ObjectSlot,
+    SeenContainers,
+    TensorSlot,
+    contents_of,
+    is_plain,
+    transform,
+)
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, spec_of
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, user_site, with_numbers_and_texts
@@ -50,8 +58,8 @@ class CallOutcome:
     """The outcome of the calls of one key."""
 
     skeleton: Any
-    """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors and
-    objects."""
+    """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors, objects
+    and containers that come again."""
     outputs: tuple[OutcomeTensor, ...]
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and their descriptions afterwards."""
@@ -70,15 +78,21 @@ class CallOutcome:
 class Writes:
     """Writes of a call to containers that it was given: items appended to lists, entries of dicts."""
 
-    def __init__(self, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Sequence[Any]) -> None:
+    def __init__(self, call: StagedCall, containers: Sequence[Any], objects: Sequence[Any]) -> None:
         self._call = call
-        self._containers = containers_in((*args, *kwargs.values())) if call.is_user_code else []
+        self._containers = containers
         # A shallow look before and after the call. Containers are compared by identity of what they hold: elements
         # may be tensors, whose comparison gives tensors.
         self._before = [contents_of(each) for each in self._containers]
         self._objects = [(each, _tensors_of(each)) for each in objects if call.is_user_code]
 
-    def found(self) -> tuple[tuple[int, Any, Any], ...]:
+    def result(self, answer: Any, records: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """The answer, the records and the writes of the call; containers that come again have slots in their places."""
+        seen = SeenContainers(self._containers, gives_slots=True)
+        found: tuple[Any, Any, Any] = transform((answer, records, self._found()), lambda leaf: leaf, seen=seen)
+        return found
+
+    def _found(self) -> tuple[tuple[int, Any, Any], ...]:
         """(number of the container, position or key, value) of new items. Raises ModelError for items that are gone."""
         found = []
         for number, (container, before) in enumerate(zip(self._containers, self._before, strict=True)):
@@ -177,13 +191,12 @@ class Inference:
                 if objects is None:
                     with _CopiesHoldFakes(self._fakes):
                         # A trial may change an object that it is given (a cache that grows). Copies are thrown away.
-                        objects = [copy.deepcopy(each) for each in given.objects]
+                        objects = copy.deepcopy(given.objects)
                 memories = [storage_of(each) for each in tensors]
-                args, kwargs = given.filled(tensors, objects)
-                writes = Writes(call, args, kwargs, objects)
+                args, kwargs, containers = given.filled(tensors, objects)
+                writes = Writes(call, containers, objects)
                 with given.lending(tensors):
-                    answer, records = call.try_on_fakes(self._fakes, args, kwargs)
-                result = (answer, records, writes.found())
+                    result = writes.result(*call.try_on_fakes(self._fakes, args, kwargs))
                 written = [
                     at
                     for at, (each, memory) in enumerate(zip(tensors, memories, strict=True))
@@ -248,12 +261,12 @@ def describe(
                 )
             )
             return TensorSlot(len(outputs) - 1)
-        if is_plain(leaf) or type(leaf) is ObjectSlot:
+        if is_plain(leaf) or isinstance(leaf, ObjectSlot | ContainerSlot):
             return leaf
         at = object_positions.get(id(leaf))
         return Opaque(type(leaf).__name__) if at is None else ObjectSlot(at)
 
-    skeleton = transform(result, take_apart)
+    skeleton = transform(result, take_apart, fresh=True)  # the program may write to what it gets
     return CallOutcome(
         skeleton=skeleton,
         outputs=tuple(outputs),

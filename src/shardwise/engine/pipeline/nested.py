@@ -17,7 +17,7 @@ import json
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import EllipsisType, MemberDescriptorType, MethodType
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.nested_values import ObjectSlot, TensorSlot, is_plain, transform
+from shardwise.comm.nested_values import ContainerSlot, ObjectSlot, TensorSlot, is_plain, transform
 from shardwise.errors import MismatchError, ModelError, in_words
 
 _OURS = str(Path(__file__).parents[2])
@@ -108,14 +108,23 @@ def token_of(leaf: Any) -> Hashable:
     """A value for a leaf that is no tensor: equal for leaves that lead to equal shapes of outputs."""
     if isinstance(leaf, slice):
         return (slice, token_of(leaf.start), token_of(leaf.stop), token_of(leaf.step))
-    if is_plain(leaf):
-        return (type(leaf), leaf)
+    if is_plain(leaf) or isinstance(leaf, range):
+        return (type(leaf), comparable(leaf))
+    if isinstance(leaf, Mapping):
+        return (type(leaf), *((token_of(key), token_of(each)) for key, each in leaf.items()))
+    if isinstance(leaf, Set):
+        return (type(leaf), frozenset(map(token_of, leaf)))
     # By itself: two functions may do different things under one name. A new lambda in each call is tried each time.
     if isinstance(leaf, MethodType):
         return (MethodType, token_of(leaf.__func__), _Itself(leaf.__self__))
     if callable(leaf):
         return (type(leaf), _Itself(leaf))
     return (type(leaf),)
+
+
+def comparable(value: Any) -> Any:
+    """A plain value as a part of a key: one that is not a number equals itself."""
+    return value if value == value else repr(value)
 
 
 class _Itself:
@@ -185,6 +194,8 @@ def unpacked(content: torch.Tensor) -> Any:
         ) from error
 
 
+_NAMES_OF_SLOTS: Mapping[type, str] = {TensorSlot: "slot", ObjectSlot: "object", ContainerSlot: "container"}
+
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
@@ -200,8 +211,8 @@ def _written(value: Any) -> Any:
             return int(value) if abs(value) < _LARGEST_NUMBER else ["int", hex(value)]
         case float() | str():
             return float(value) if isinstance(value, float) else str(value)
-        case TensorSlot() | ObjectSlot():
-            return ["slot" if kind is TensorSlot else "object", value.number]
+        case TensorSlot() | ObjectSlot() | ContainerSlot():
+            return [_NAMES_OF_SLOTS[kind], value.number]
         case tuple() | list():
             items = [_written(each) for each in value]
             return [kind.__name__, items] if kind in (tuple, list) else _of_class("sequence", value, items)
@@ -281,6 +292,10 @@ def _imported(written: Any) -> type:
     return found
 
 
+def _read_slot(kind: Callable[[int], Any], number: Any) -> Any:
+    return kind(int(number))
+
+
 def _read_pairs(written: Any) -> list[tuple[Any, Any]]:
     return [(_read(key), _read(value)) for key, value in written]
 
@@ -350,8 +365,7 @@ _READERS: Mapping[str, Callable[..., Any]] = {
     "sequence": _read_sequence,
     "mapping": _read_mapping,
     "record": _read_record,
-    "slot": lambda number: TensorSlot(int(number)),
-    "object": lambda number: ObjectSlot(int(number)),
+    **{name: partial(_read_slot, kind) for kind, name in _NAMES_OF_SLOTS.items()},
     "opaque": lambda name: Opaque(str(name)),
     "member": _read_member,
     "class": _imported,

@@ -23,7 +23,7 @@ from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import is_plain, tensors_in
 from shardwise.engine.forward.aside import items_set, kept_attributes
 from shardwise.engine.forward.layers import OfEngine, Place, is_ours, run_eagerly, structures_of, wrap
-from shardwise.engine.pipeline.nested import token_of
+from shardwise.engine.pipeline.nested import comparable, token_of
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.torch_private import (
     FORWARD_HOOKS,
@@ -397,6 +397,6 @@ def _attribute(value: Any) -> Hashable:
     if isinstance(value, dict):
         return (type(value), tuple((str(key), _attribute(each)) for key, each in value.items()))
     if isinstance(value, float):
-        return (float, value)
+        return (float, comparable(value))
     # An object that we cannot look into is alike with itself only: too many trials rather than a wrong shape.
     return token_of(value) if is_plain(value) else id(value)

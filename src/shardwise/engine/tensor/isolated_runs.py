@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from shardwise.comm.nested_values import is_plain, tensors_in, transform
+from shardwise.comm.nested_values import SeenContainers, is_plain, tensors_in, transform
 from shardwise.engine.forward.kept_objects import held_tensors
 from shardwise.engine.forward.layers import APART, Forward, package_of, run_eagerly, strip
 from shardwise.engine.forward.observe import Observed, eps_of
@@ -78,7 +78,7 @@ class CopiedInputs:
             known.update({id(each): change(each.detach()) for each in found if id(each) not in known})
             return copy.deepcopy(leaf, known)
 
-        args, kwargs = transform((self.args, self.kwargs), copied, fresh=True)
+        args, kwargs = transform((self.args, self.kwargs), copied, fresh=True, seen=SeenContainers())
         return CopiedInputs(args, kwargs, bool(hidden))
 
 
