@@ -139,10 +139,14 @@ class MicrobatchFlow:
         # and would else train to other weights without an error.
         self.progress = zlib.crc32(f"{name}@{stage}{numbers or ()}".encode(), self.progress)
         # Of every rank, not of this one alone: all of them have to choose the same schedule from it.
-        if stage < self._entered[rank] and not self.steps_back:
+        if stage < self._entered[rank]:
+            self._step_back()
+        self._entered[rank] = max(self._entered[rank], stage)
+
+    def _step_back(self) -> None:
+        if not self.steps_back:
             self.steps_back = True
             self._leave_schedule(is_known=self._may_step_back)
-        self._entered[rank] = max(self._entered[rank], stage)
 
     def _refuse_to_go_on(self, ended: BaseException) -> None:
         """Raise what the forward ended with again, for code that runs because of it (`finally`, `except`).
@@ -296,6 +300,9 @@ class MicrobatchFlow:
         transfer, number = (value.stage, stage), crossing.number
         self._followed = tuple(path for path in self._followed if path[number : number + 1] == (transfer,))
         self.transfers.append(transfer)
+        # A parameter of a later stage of the same rank: the backward of that stage waits for the one of this stage.
+        if stage < value.stage and self.stages.rank_of(stage) == self.stages.rank_of(value.stage):
+            self._step_back()
         self._leave_schedule(is_known=self._may_step_back or stage > value.stage or bool(self._followed))
         # A rank may have both stages: then both happen here, and the mailbox hands a copy over without a channel.
         local = None
