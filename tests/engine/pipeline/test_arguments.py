@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.covering import covering
@@ -224,6 +226,61 @@ REFUSED = Refusals(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_as_recorded_is_said(case: str) -> None:
     REFUSED.check(case)
+
+
+def test_a_number_that_is_none_makes_no_new_key_each_time() -> None:
+    """It is not even equal to itself. A rank that does not have the module tries it once."""
+
+    def run(channel: sw.Channel) -> list[int]:
+        calls: list[int] = []
+
+        def counted(net: Any, x: torch.Tensor, *numbers: Any) -> Any:
+            calls.append(1)
+            return Block.forward(net, x)
+
+        block = formed(counted, base=Block)
+        net: Any = seeded(formed(mixing, first=linear(5, 7), one=block, two=block, last=linear(7, 3)))()
+        net.extra, net.around = lambda h: ((float("nan"), complex(0, float("nan"))), {}), nullcontext
+        engine = engine_of(channel, net)
+        counts = []
+        for step in range(3):
+            engine.step(vectors(step))
+            counts.append(len(calls))
+        return counts
+
+    assert sw.simulate(2, run) == [[2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_one_rank_alone_computes_again_is_news_to_all_afterwards(microbatches: int) -> None:
+    """Backward runs a module with an argument that the forward did not have, and the next forward has it."""
+
+    def reading(net: Any, x: torch.Tensor, number: int) -> Any:
+        assert x.isfinite().all().item()  # no rank can try it
+        return Block.forward(net, x) * number
+
+    def run(channel: sw.Channel) -> list[float]:
+        def checkpointed(net: Any, x: torch.Tensor) -> Any:
+            runs: list[int] = []
+
+            def region(h: torch.Tensor) -> Any:
+                runs.append(1)
+                return torch.tanh(net.two(h, net.shift + len(runs) % 2))
+
+            return net.last(checkpoint(region, net.one(net.first(x), 5), use_reentrant=False))
+
+        block = formed(reading, base=Block)
+        net: Any = seeded(formed(checkpointed, first=linear(5, 7), one=block, two=block, last=linear(7, 3)))()
+        plan = sw.Plan(mesh=sw.Mesh(pp=channel.size), merge=sw.Merge(microbatches=microbatches))
+        if channel.size > 1:
+            plan = replace(plan, pipeline=sw.Pipeline(stages=STAGES))
+        engine = sw.parallelize(net, plan, optimizer=adamw, loss=square, channel=channel)
+        losses = []
+        for net.shift in (1, 0, 2, 1):
+            losses.append(engine.step(vectors(net.shift)).loss)
+        return losses
+
+    assert sw.simulate(2, run) == sw.simulate(1, run) * 2
 
 
 def test_a_device_without_a_number_is_that_of_the_rank_which_infers(fake: str) -> None:

@@ -16,8 +16,9 @@ from shardwise.engine.torch_private import AutogradFunction, function_modes
 class SeesFunctions(Protocol):
     """A mode that gives the results of custom autograd functions."""
 
-    is_inside: bool
-    """Whether it lets all operations pass."""
+    @property
+    def is_inside(self) -> bool:
+        """Whether it lets all operations pass."""
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call."""

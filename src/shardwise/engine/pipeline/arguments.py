@@ -35,7 +35,7 @@ from shardwise.comm.nested_values import (
 from shardwise.engine.forward.aside import items_set
 from shardwise.engine.pipeline.nested import Opaque, comparable, token_of
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
-from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall
+from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, modes_of
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
 
 _NUMBERS = frozenset({bool, int, float, complex})
@@ -65,6 +65,8 @@ class Arguments:
         self._positions: dict[int, int] = {}
         self._seen = SeenContainers(gives_slots=True)
         self._modules: list[nn.Module] = []
+        self.lent: list[nn.Module] = []
+        """Modules among them, and all inside of those, which are no parts of the called one."""
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._tokens: list[Any] = [call.key(), around_of(flow.device.type), len(args)]
         self._args, self._names = self._read(args), tuple(kwargs)
@@ -72,7 +74,7 @@ class Arguments:
         self._values = self._read(kwargs.values()) if kwargs else []
         if call.is_user_code:
             self._lend(stage)
-        self.key: Hashable = tuple(self._tokens)
+        self.key: tuple[Hashable, ...] = tuple(self._tokens)
 
     def _read(self, values: Iterable[Any]) -> list[Any]:
         """The values with slots in them; what decides the outcome comes into the key."""
@@ -150,6 +152,11 @@ class Arguments:
         """
         assert isinstance(self._call, PlacedModule)
         places = [(vars(module), key) for module, key in self._call.values_set()]
+        if self._modules:
+            own = {self._call.module, *self._call.inner}
+            inner = [each for module in self._modules for each in module.modules() if each not in own]
+            self.lent += dict.fromkeys(inner)
+            self._tokens.append(modes_of(self.lent))
         for module in self._modules:
             if self._flow.stages.modules.get(module) not in (None, stage):
                 held = [kept for each in module.modules() for kept in (each._parameters, each._buffers)]

@@ -29,6 +29,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from shardwise.comm.nested_values import (
     ContainerSlot,
@@ -44,13 +45,23 @@ from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, put_in
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE, ForeignParameters
-from shardwise.engine.pipeline.infer import CallOutcome, Inference, Writes, describe
+from shardwise.engine.pipeline.infer import CallOutcome, Inference, Known, Writes, describe
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
-from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
+from shardwise.engine.pipeline.staged_calls import Fakes, PlacedModule, StagedCall, storage_of
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
 from shardwise.errors import ModelError
+
+
+class Inside(NamedTuple):
+    """Where a call is executed, or tried."""
+
+    stage: int
+    lent: Sequence[nn.Module] = ()
+    """Modules that it was given, and all inside of them."""
+    fakes: Fakes | None = None
+    """With which it is tried; None: it is executed."""
 
 
 class _Begun(NamedTuple):
@@ -62,6 +73,11 @@ class _Begun(NamedTuple):
     given: Arguments
     moved: dict[int, StageValue]
     """The values of stages among its tensors, by number, on the stage of the call."""
+
+    @property
+    def inside(self) -> Inside:
+        """What is executed belongs to this."""
+        return Inside(self.stage, self.given.lent)
 
 
 class _Here(NamedTuple):
@@ -91,7 +107,7 @@ class Executor:
     inference: Inference
     random: KeyedRandom
     foreign: ForeignParameters
-    aside: Callable[[], AbstractContextManager[None]]
+    aside: Callable[[Inside], AbstractContextManager[None]]
     """The context in which a placed module runs: the glue sees none of its operations."""
 
     def execute(
@@ -109,7 +125,11 @@ class Executor:
             if flow.purpose == "generation":
                 return self._finish(begun, *self._outcome_with_objects(begun))
             flow.give(call.name, given.objects)
-        known = self.inference.look_up(call, given)
+        known = self.inference.look_up(given)
+        if known is None:
+            with self.aside(self._trying(begun)):
+                known = self.inference.try_out(call, given, begun.stage)
+            self._learn(begun, known)
         # The key has the shapes of the values; a copy on another stage may have come there when its was not known yet.
         if (
             known.outcome is not None
@@ -129,7 +149,7 @@ class Executor:
 
         def read() -> Any:
             real_args, real_kwargs, _ = begun.given.filled(_tensors_here(begun), begun.given.objects)
-            with self.aside():
+            with self.aside(begun.inside):
                 return call.run_plainly(real_args, real_kwargs)
 
         try:
@@ -147,7 +167,7 @@ class Executor:
             versions = list(map(version_of, used))
             args, kwargs, _ = given.filled(used, ())
             try:
-                with self.aside():
+                with self.aside(begun.inside):
                     result = call.run_plainly(args, kwargs)
             except Exception as error:
                 _end(error, begun)
@@ -179,7 +199,7 @@ class Executor:
         if not flow.stages.is_local(stage):
             if entry is None:
                 entry = flow.announce(stage, _nothing)
-                self.inference.learn(call, given, entry)
+                self._learn(begun, Known.of(entry, call))
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
@@ -188,11 +208,19 @@ class Executor:
             made_known = describe(here.result, here.used, given.objects, call, here.written, has_known_shapes=False)
             entry = flow.announce(stage, lambda: made_known)
             # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
-            self.inference.learn(call, given, entry)
+            self._learn(begun, Known.of(entry, call))
         elif entry.announces:
             flow.announce(stage, lambda: numbers_and_texts_in(here.result))
         _check(begun, entry, here)
         return entry, here
+
+    def _trying(self, begun: _Begun) -> Inside:
+        return begun.inside._replace(fakes=self.inference.fakes)
+
+    def _learn(self, begun: _Begun, known: Known) -> None:
+        # A recomputation runs on some ranks only. What these learnt in it, others would wait for.
+        if begun.flow.is_forward:
+            self.inference.learn(begun.given, known)
 
     def _outcome_with_objects(self, begun: _Begun) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call that may change objects which it is given, and which outlive it: a cache that grows.
@@ -205,7 +233,8 @@ class Executor:
         if not flow.stages.is_local(stage):
             entry, changes, held = flow.announce(stage, _nothing)
             if changes is None:
-                self.inference.follow(call, given)
+                with self.aside(self._trying(begun)):
+                    self.inference.follow(call, given, stage)
             elif not put_changes(objects, changes, self.inference.hollow, flow.device):
                 held = "?"
             if held and held != state_text(objects):
@@ -234,8 +263,8 @@ class Executor:
         try:
             # Where it could be tried, it was seen that it needs nothing of other stages.
             refusing = nullcontext() if is_described else self.foreign.refusing(call.name)
-            with self.aside(), given.lending(used), refusing:
-                return _Here.of(writes.result(*call.run(args, kwargs)), used, versions)
+            with self.aside(begun.inside), given.lending(used), refusing:
+                return _Here.of(writes.result(*call.run(args, kwargs, given.lent)), used, versions)
         except Exception as error:
             _end(error, begun)
             raise
@@ -255,7 +284,7 @@ class Executor:
         ]
         args, kwargs, _ = given.filled(zeros, given.objects)
         with torch.no_grad():
-            call.run(args, kwargs)
+            call.run(args, kwargs, given.lent)
 
     def _deliver(self, begun: _Begun, entry: CallOutcome, result: Any, wrapped: Sequence[torch.Tensor]) -> Any:
         """The result as the program gets it, after hooks inside the module have been called."""
@@ -279,9 +308,11 @@ class Executor:
             put_into(given.containers[number], key, value)
         if records and isinstance(call, PlacedModule):
             self.random.catch_up()  # hooks may draw, also on ranks that do not run the module
-            if changed := call.call_noted_hooks(records, answer):
+            if (changed := call.call_noted_hooks(records, answer, given.lent)) is not None:
+                names = {each: name for name, each in begun.flow.stages.model.named_modules()}
+                hooked = names.get(changed, type(changed).__name__)
                 raise ModelError(
-                    f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output. Hooks "
+                    f"a forward hook on {hooked!r}, inside the placed module {call.name!r}, changes its output. Hooks "
                     "inside placed modules run after the whole module, on all ranks, and can only look. Put the change "
                     "into the module, or place its parts one by one"
                 )

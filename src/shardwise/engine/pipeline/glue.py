@@ -32,7 +32,7 @@ from shardwise.engine.forward.autograd_functions import functions_seen
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.forward.transforms import INSIDE_A_MODULE, refusal_of_transformed
-from shardwise.engine.pipeline.calls import Executor
+from shardwise.engine.pipeline.calls import Executor, Inside
 from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
 from shardwise.engine.pipeline.infer import Inference
 from shardwise.engine.pipeline.nested import outermost_method, user_site
@@ -149,8 +149,8 @@ class Glue(TorchFunctionMode):
         super().__init__()
         self.flow: MicrobatchFlow | None = None
         """The microbatch that this rank works on."""
-        self.is_inside = False
-        """A placed module runs on this rank: its tensors are plain ones."""
+        self.inside: Inside | None = None
+        """A call is executed on this rank, or tried: its tensors are plain ones."""
         self.executor = Executor(
             inference=inference, random=random, foreign=ForeignParameters(stages.model), aside=self.aside
         )
@@ -200,7 +200,7 @@ class Glue(TorchFunctionMode):
             with self.off():
                 moved = iter([flow.to_stage(each, stage) for each in staged])
             if self._stages.is_local(stage):
-                with self.aside():
+                with self.aside(Inside(stage)):
                     see(transform(adopted, lambda leaf: next(moved).local if type(leaf) is StageTensor else leaf), part)
 
         return show
@@ -223,11 +223,16 @@ class Glue(TorchFunctionMode):
 
     def off(self) -> AbstractContextManager[None]:
         """Operations of shardwise itself do not go through here."""
-        return _Off(self, is_inside=self.is_inside)
+        return _Off(self, self.inside)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def aside(self, inside: Inside) -> AbstractContextManager[None]:
         """A placed module runs: nothing stands between it and torch."""
-        return _Off(self, is_inside=True)
+        return _Off(self, inside)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call is executed on this rank, or tried."""
+        return self.inside is not None
 
     def on_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call: plain, or values of the stage that it is executed on."""
@@ -271,9 +276,10 @@ class Glue(TorchFunctionMode):
                 f"{unit.name!r} is called outside of engine.step, evaluate, predict and generate, and its stage "
                 f"{unit.stage} may be on another rank; {advice}"
             )
-        if self.is_inside:
-            if self._stages.is_local(unit.stage):
-                return unit.forward(*args, **kwargs)
+        if self.inside is not None:
+            # The stage decides, not the rank that has it: all ranks try the call, and have to see the same.
+            if unit.stage == self.inside.stage or unit.module in self.inside.lent:
+                return unit.run_inside(self.inside.fakes, args, kwargs)
             raise ModelError(
                 f"{unit.name!r}, on stage {unit.stage}, is called inside a module of another stage, after "
                 f"{flow.last!r}; place both on one stage"
@@ -384,22 +390,22 @@ class Glue(TorchFunctionMode):
 class _Off:
     """The glue sees no operations in the body."""
 
-    __slots__ = ("_glue", "_is_inside", "_is_on_top", "_was_inside")
+    __slots__ = ("_glue", "_inside", "_is_on_top", "_was_inside")
 
-    def __init__(self, glue: Glue, *, is_inside: bool) -> None:
+    def __init__(self, glue: Glue, inside: Inside | None) -> None:
         self._glue = glue
-        self._is_inside = is_inside
+        self._inside = inside
 
     def __enter__(self) -> None:
         # Modes are a stack, and a mode of the user's may stand above the glue, which then cannot be taken out.
-        # Operations still come to it in that case, and `is_inside` lets them pass.
+        # Operations still come to it in that case, and `inside` lets them pass.
         self._is_on_top = top_function_mode() is self._glue
         if self._is_on_top:
             pop_function_mode()
-        self._was_inside, self._glue.is_inside = self._glue.is_inside, self._is_inside
+        self._was_inside, self._glue.inside = self._glue.inside, self._inside
 
     def __exit__(self, *_: object) -> None:
-        self._glue.is_inside = self._was_inside
+        self._glue.inside = self._was_inside
         if self._is_on_top:
             push_function_mode(self._glue)
 

@@ -31,7 +31,7 @@ from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, spec_of
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, user_site, with_numbers_and_texts
 from shardwise.engine.pipeline.stage_tensor import Spec
-from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
+from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, StagesOfTensors, storage_of
 from shardwise.engine.torch_private import function_modes, pop_function_mode, push_function_mode
 from shardwise.errors import ModelError
 
@@ -143,7 +143,7 @@ def _is_tuple_of_slots(value: Any) -> bool:
 class Inference:
     """The outcomes of calls that one rank knows."""
 
-    def __init__(self, device: torch.device, random: KeyedRandom) -> None:
+    def __init__(self, device: torch.device, random: KeyedRandom, stages_of: StagesOfTensors) -> None:
         self.device = device
         self.num_tried = 0
         """Keys that were tried on fake tensors."""
@@ -151,52 +151,56 @@ class Inference:
         self.num_replayed = 0
         """Look-ups of outcomes that are plain."""
         self._known: dict[Hashable, Known] = {}
-        self._fakes = Fakes(device)
+        self.fakes = Fakes(device, stages_of)
         self._random = random
 
-    def look_up(self, call: StagedCall, given: Arguments) -> Known:
-        """What is known of a call; tries it, the first time."""
+    def look_up(self, given: Arguments) -> Known | None:
+        """What is known of a call; None, the first time."""
         self.num_lookups += 1
-        if (known := self._known.get(given.key)) is not None:
-            return known
-        if len(self._known) >= _MAX_KNOWN:  # alike on all ranks, which see the same keys
-            self._known.clear()
-        self.num_tried += 1
-        return self.learn(call, given, None if given.has_opaque else self._try(call, given, None))
+        return self._known.get(given.key)
 
-    def learn(self, call: StagedCall, given: Arguments, outcome: CallOutcome | None) -> Known:
-        """Remember the outcome that was tried, or that the owner announced."""
-        known = self._known[given.key] = Known.of(outcome, call)
+    def try_out(self, call: StagedCall, given: Arguments, stage: int) -> Known:
+        """Try a call. Raises ModelError, alike on all ranks, for what it may not do on its stage."""
+        self.num_tried += 1
+        known = Known.of(None if given.has_opaque else self._try(call, given, stage, None), call)
+        given.key = (call.key(), *given.key[1:])  # by now it may be one of its own
         return known
 
-    def follow(self, call: StagedCall, given: Arguments) -> None:
+    def learn(self, given: Arguments, known: Known) -> None:
+        """Remember what was tried, or what the owner announced."""
+        if len(self._known) >= _MAX_KNOWN:  # alike on all ranks, which see the same keys
+            self._known.clear()
+        self._known[given.key] = known
+
+    def follow(self, call: StagedCall, given: Arguments, stage: int) -> None:
         """Do to the objects that a call is given, and which another rank executes, what fake tensors show."""
-        self._try(call, given, given.objects)
+        self._try(call, given, stage, given.objects)
 
     def hollow(self, spec: Spec) -> torch.Tensor:
         """A tensor of this description without elements, which operations take for a real one."""
-        return self._fakes.hollow(spec)
+        return self.fakes.hollow(spec)
 
-    def _try(self, call: StagedCall, given: Arguments, objects: Sequence[Any] | None) -> CallOutcome | None:
+    def _try(self, call: StagedCall, given: Arguments, stage: int, objects: Sequence[Any] | None) -> CallOutcome | None:
         """`objects`: in the place of those among the inputs; None: copies of them."""
+        watched: Sequence[Any] = ()
         # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
         # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
         modes = [pop_function_mode() for _ in function_modes()]
         try:
             # A warning of the module comes when it is executed; streams of random numbers stay as they are, since a
             # trial happens on the first of many equal calls only and a stream has to go on alike in all of them.
-            with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
+            with warnings.catch_warnings(), self._random.suspended(), self.fakes.trying(call, stage) as trial:
                 warnings.simplefilter("ignore")
-                tensors = [self._fakes.input(spec_of(each)) for each in given.tensors]
+                tensors = [self.fakes.input(spec_of(each)) for each in given.tensors]
                 if objects is None:
-                    with _CopiesHoldFakes(self._fakes):
+                    with _CopiesHoldFakes(self.fakes):
                         # A trial may change an object that it is given (a cache that grows). Copies are thrown away.
-                        objects = copy.deepcopy(given.objects)
+                        objects = watched = copy.deepcopy(given.objects)
                 memories = [storage_of(each) for each in tensors]
                 args, kwargs, containers = given.filled(tensors, objects)
-                writes = Writes(call, containers, objects)
+                writes = Writes(call, containers, watched)
                 with given.lending(tensors):
-                    result = writes.result(*call.try_on_fakes(self._fakes, args, kwargs))
+                    result = writes.result(*call.try_on_fakes(self.fakes, args, kwargs, given.lent))
                 written = [
                     at
                     for at, (each, memory) in enumerate(zip(tensors, memories, strict=True))
@@ -206,6 +210,8 @@ class Inference:
                 ]
                 writes_kept = not trial.kept.isdisjoint(trial.written)
                 return describe(result, tensors, objects, call, written, has_known_shapes=True, writes_kept=writes_kept)
+        except ModelError:  # what is refused here would be refused on the rank of the stage alone
+            raise
         except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
             return None
         finally:

@@ -78,7 +78,7 @@ class PipelineRunner:
         """Which module and parameter is on which stage."""
         self.chains = chains
         self.mailbox = Mailbox(channel)
-        self.inference = Inference(channel.device, random)
+        self.inference = Inference(channel.device, random, self.stages.of_storages)
         self.schedule: Schedule | None = None
         """The schedule of the last step, as it was run."""
         self.peak_in_flight = 0

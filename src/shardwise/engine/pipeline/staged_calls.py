@@ -10,7 +10,7 @@ and dtypes without elements, on the device of the real ones.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -20,14 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from shardwise.comm.accelerators import outlive_threads
-from shardwise.comm.nested_values import is_plain, tensors_in
+from shardwise.comm.nested_values import is_plain, tensors_in, transform
 from shardwise.engine.forward.aside import items_set, kept_attributes
 from shardwise.engine.forward.layers import OfEngine, Place, is_ours, run_eagerly, structures_of, wrap
-from shardwise.engine.pipeline.nested import comparable, token_of
+from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE
+from shardwise.engine.pipeline.nested import comparable, token_of, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.torch_private import (
     FORWARD_HOOKS,
     ORIGINAL_MODULE,
+    DisableTorchFunctionSubclass,
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     forward_hooks,
@@ -76,22 +79,47 @@ _UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
 class Trial(TorchDispatchMode):
     """Sees writes of operations; versions of tensors do not show writes through `.data`, and of batch norm."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, fakes: "Fakes", call: "StagedCall", stage: int) -> None:
+        """The trial of a call on this stage."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._fakes, self._device = fakes, fakes.device
+        self.call, self._stage = call, stage
         self.written: set[int] = set()
         """Memories."""
         self._alive: list[torch.Tensor] = []
         """The tensors written to, kept alive: another memory must not get the number of one that was freed."""
         self.kept: set[int] = set()
         """Memories of parameters and buffers."""
+        self._kept_elsewhere: dict[torch.Tensor, torch.Tensor] = {}
+        """Parameters and buffers that the call knows by itself, not by arguments, and their fakes."""
+        self._stages: Mapping[int, Collection[int]] | None = None
+
+    def _alike(self, leaf: Any) -> Any:
+        """The same on all ranks: for a parameter or buffer of a module that the call knows by itself, a fake one.
+
+        Ranks of other stages have it without memory.
+        """
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        with DisableTorchFunctionSubclass():
+            if self._stages is None:
+                self._stages = self._fakes.stages_of()
+            stages = self._stages.get(storage_of(leaf))
+            if stages is None:
+                return leaf
+            if self._stage not in stages:
+                raise ModelError(OF_ANOTHER_STAGE.format(name=self.call.name, site=user_site()))
+            self.call.keep_apart()
+            if leaf not in self._kept_elsewhere:
+                self._kept_elsewhere[leaf] = self._fakes.plain(Spec.of(leaf))
+        return self._kept_elsewhere[leaf]
 
     def _note(self, tensors: Sequence[torch.Tensor]) -> None:
         self._alive += tensors
         self.written.update(map(storage_of, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = transform((args, kwargs or {}), self._alike)
         schema = schema_of(func)
         if schema.name in _UNLIKE_THEIR_FAKES:
             raise NotImplementedError(schema.name)
@@ -107,17 +135,22 @@ class Trial(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+StagesOfTensors = Callable[[], Mapping[int, Collection[int]]]
+"""Gives the stages of parameters and buffers, by `storage_of`."""
+
+
 class Fakes:
     """Makes fake tensors, and runs trials with them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, stages_of: StagesOfTensors) -> None:
+        self.device = device
+        self.stages_of = stages_of
         outlive_threads()  # forwards of interleaved stages run on threads of their own
         # An operation without a fake kernel would run on zeros, and might give what it gives of no other numbers.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     @contextmanager
-    def trying(self) -> Iterator[Trial]:
+    def trying(self, call: "StagedCall", stage: int) -> Iterator[Trial]:
         """Operations give fake tensors, draw no random numbers that count, compile nothing, and are watched."""
         # Fake operations draw nothing, but a module may seed the generator itself, and a trial is no call of it.
         state = torch.default_generator.get_state()
@@ -130,35 +163,65 @@ class Fakes:
                 saved_tensors_hooks(_same, _same),
                 parametrizations_uncached(),
                 self._mode,
-                Trial(self._device) as self._trial,
+                Trial(self, call, stage) as self._trial,
             ):
                 yield self._trial
         finally:
             _LOG.disabled = was_disabled
             torch.default_generator.set_state(state)
 
+    @contextmanager
+    def inside(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Modules have fake parameters and buffers meanwhile; what they write to themselves is taken back."""
+        # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
+        # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
+        put_back = kept_attributes(modules)
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            for each in modules:
+                for kind in ("_parameters", "_buffers"):
+                    held = getattr(each, kind)
+                    fresh = {key: None if old is None else self._leaf_for(old, made) for key, old in held.items()}
+                    vars(each)[kind] = type(held)(fresh)
+            yield
+        finally:
+            put_back()
+
+    def _leaf_for(self, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):  # of a module that was lent: it came as an argument
+            return tensor
+        # A parameter that several modules share is one fake as well: a write to it shows in all of them.
+        if tensor not in made:
+            made[tensor] = self.leaf(Spec.of(tensor))
+        return made[tensor]
+
+    def meet_another(self) -> None:
+        """The call that is tried knows a module by itself, not by arguments."""
+        self._trial.call.keep_apart()
+
     def hollow(self, spec: Spec) -> torch.Tensor:
         """A fake tensor outside of trials."""
         with self._mode:
-            return self._plain(spec)
+            return self.plain(spec)
 
     def leaf(self, spec: Spec) -> torch.Tensor:
         """A fake parameter or buffer."""
-        made = self._plain(spec).requires_grad_(spec.requires_grad)
+        made = self.plain(spec).requires_grad_(spec.requires_grad)
         self._trial.kept.add(storage_of(made))
         return made
 
     def input(self, spec: Spec) -> torch.Tensor:
         """A fake value, which may be written to in place where the real one may."""
         if spec.is_leaf:
-            return self._plain(spec).requires_grad_(spec.requires_grad)
-        anchor = torch.empty(0, device=self._device, requires_grad=True)
+            return self.plain(spec).requires_grad_(spec.requires_grad)
+        anchor = torch.empty(0, device=self.device, requires_grad=True)
         with torch.enable_grad():
-            made: torch.Tensor = _Computed.apply(anchor, [self._plain(spec)])  # type: ignore[no-untyped-call]
+            made: torch.Tensor = _Computed.apply(anchor, [self.plain(spec)])  # type: ignore[no-untyped-call]
         return made
 
-    def _plain(self, spec: Spec) -> torch.Tensor:
-        return spec.flagged(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device))
+    def plain(self, spec: Spec) -> torch.Tensor:
+        """A fake tensor without a graph."""
+        return spec.flagged(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self.device))
 
 
 _ARITHMETIC = frozenset(
@@ -185,17 +248,22 @@ class StagedOperation:
         """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
         return self.function
 
+    def keep_apart(self) -> None:
+        """Let no other call have its key: none has."""
+
     def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute it: the result."""
         return self.function(*args, **kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[nn.Module]) -> Any:
         """Execute it: (result, no records of hooks)."""
         return self.run_plainly(args, kwargs), ()
 
-    def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def try_on_fakes(
+        self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[nn.Module]
+    ) -> Any:
         """Execute it on fake tensors."""
-        return self.run(args, kwargs)
+        return self.run(args, kwargs, lent)
 
 
 OnModule = Callable[["PlacedModule", tuple[Any, ...], dict[str, Any]], Any]
@@ -222,6 +290,7 @@ class PlacedModule(OfEngine):
         self._state: list[Any] = []
         self._key: Hashable = None
         """In that state."""
+        self._is_like_others = True
         self._has_users_hooks: tuple[bool, tuple[int, ...]] = (False, ())
         """Whether a hook before its forward is the user's, and the numbers of those that were asked."""
 
@@ -244,10 +313,15 @@ class PlacedModule(OfEngine):
                 state.append(tuple(hooks))
         if state != self._state:
             # Their number decides which records a call gives.
-            hooked = tuple((at, len(forward_hooks(each))) for at, each in self._hooked())
+            hooked = tuple((at, len(forward_hooks(each))) for at, each in _hooked(self.inner))
             modes = (self.module.training, *(each.training for each in self.inner))
-            self._state, self._key = state, (self._structure, self.frozen, modes, hooked)
+            name = "" if self._is_like_others else self.name
+            self._state, self._key = state, (self._structure, name, self.frozen, modes, hooked)
         return self._key
+
+    def keep_apart(self) -> None:
+        """It computes with other modules that it knows by itself: layers that look like it may know other ones."""
+        self._is_like_others, self._state = False, []
 
     def values_set(self) -> list[tuple[nn.Module, str]]:
         """Attributes that were set to values of a stage before the call: a hook makes a weight of others, say.
@@ -272,73 +346,48 @@ class PlacedModule(OfEngine):
         """Execute it: the result. Nobody has hooks inside."""
         return self.forward(*args, **kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it: (result, records of inner hooks)."""
-        with self._recording() as records:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[nn.Module]) -> Any:
+        """Execute it: (result, records of hooks inside, and inside of modules that are lent to it)."""
+        with _recording([*self.inner, *lent]) as records:
             return self.forward(*args, **kwargs), tuple(records)
 
-    def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it on fake tensors. Writes of forward into the module itself are taken back."""
-        whole = [self.module, *self.inner]
-        # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
-        # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
-        put_back = kept_attributes(whole)
-        made: dict[torch.Tensor, torch.Tensor] = {}
-        try:
-            for each in whole:
-                for kind in ("_parameters", "_buffers"):
-                    held = getattr(each, kind)
-                    fresh = {key: None if old is None else _fake(fakes, old, made) for key, old in held.items()}
-                    vars(each)[kind] = type(held)(fresh)
-            # `torch.compile(module)` compiles for real tensors. The module inside is tried in its place: shapes are
-            # the same.
-            eager = getattr(self.module, ORIGINAL_MODULE, None)
-            with run_eagerly(self.module), self._recording() as records:
-                return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
-        finally:
-            put_back()
+    def try_on_fakes(
+        self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[nn.Module]
+    ) -> Any:
+        """Execute it on fake tensors. Writes of forward into the module itself, and those lent, are taken back."""
+        with fakes.inside([self.module, *self.inner, *lent]), _recording([*self.inner, *lent]) as records:
+            return self._try(args, kwargs), tuple(records)
 
-    @contextmanager
-    def _recording(self) -> Iterator[list[Any]]:
-        """Note, instead of calling them, the forward hooks that others have put on modules inside this one.
+    def run_inside(self, fakes: Fakes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute it inside of another call; `fakes`: try it, as that one is tried."""
+        if fakes is None:
+            return self.forward(*args, **kwargs)
+        fakes.meet_another()
+        with fakes.inside([self.module, *self.inner]):
+            return self._try(args, kwargs)
 
-        They would be called on the rank of the stage alone; `call_noted_hooks` calls them on all ranks.
-        """
-        records: list[Any] = []
-        hooked = self._hooked()
-        if not hooked:
-            yield records
-            return
-        places: list[tuple[dict[str, Any], str, Any]] = []
-        for at, each in hooked:
-            recorders = [
-                (number, hook if is_ours(hook) else _recorder(records, at, position))
-                for position, (number, hook) in enumerate(forward_hooks(each).items())
-            ]
-            places.append((vars(each), FORWARD_HOOKS, OrderedDict(recorders)))
-        with items_set(places):
-            yield records
+    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # `torch.compile(module)` compiles for real tensors. The module inside is tried in its place: shapes are the
+        # same.
+        eager = getattr(self.module, ORIGINAL_MODULE, None)
+        with run_eagerly(self.module):
+            return (self.forward if eager is None else eager)(*args, **kwargs)
 
-    def _hooked(self) -> list[tuple[int, nn.Module]]:
-        """The modules inside that have hooks of others, by position; hooks come and go."""
-        # Casts and random streams belong to the module itself and run with it.
-        return [(at, each) for at, each in enumerate(self.inner) if not all(map(is_ours, forward_hooks(each).values()))]
-
-    def call_noted_hooks(self, records: Sequence[Any], answer: Any) -> str:
-        """Call the hooks that were noted, in order; the name of a module whose hook changes what the rest of the module
-        has computed with, or nothing. answer: what the module gave, which hooks may write to."""
+    def call_noted_hooks(self, records: Sequence[Any], answer: Any, lent: Sequence[nn.Module]) -> nn.Module | None:
+        """Call the hooks that were noted, in order; a module whose hook changes what the rest of the module has
+        computed with, if there is one. answer: what the module gave, which hooks may write to."""
+        modules = [*self.inner, *lent]
         given = {each.value.memory for each in _staged(answer)}
         for at, position, args, kwargs, output in records:
             versions = {each.value.memory: each.value.memory.version for each in _staged((args, kwargs, output))}
-            module = self.inner[at]
+            module = modules[at]
             number, hook = list(forward_hooks(module).items())[position]  # torch numbers them over the whole process
             takes_keywords = number in hooks_with_keywords(module)
             changed = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
             written = {each for each, version in versions.items() if each.version != version}
             if changed is not None or not written <= given:
-                names: dict[nn.Module, str] = {each: name for name, each in self.module.named_modules(prefix=self.name)}
-                return names[module]
-        return ""
+                return module
+        return None
 
 
 StagedCall: TypeAlias = StagedOperation | PlacedModule
@@ -349,19 +398,46 @@ def _staged(nested: Any) -> list[StageTensor]:
     return [each for each in tensors_in(nested) if isinstance(each, StageTensor)]
 
 
+def modes_of(modules: Sequence[nn.Module]) -> Hashable:
+    """What decides the outcome of their calls, and may change from one to the next."""
+    with DisableTorchFunctionSubclass():  # at rest or not
+        trained = tuple(
+            each.requires_grad for module in modules for each in module._parameters.values() if each is not None
+        )
+    hooked = tuple((at, len(forward_hooks(each))) for at, each in _hooked(modules))
+    return (tuple(each.training for each in modules), trained, hooked)
+
+
+def _hooked(modules: Sequence[nn.Module]) -> list[tuple[int, nn.Module]]:
+    """Those that have hooks of others, by position; hooks come and go."""
+    # Casts and random streams belong to the module itself and run with it.
+    return [(at, each) for at, each in enumerate(modules) if not all(map(is_ours, forward_hooks(each).values()))]
+
+
+@contextmanager
+def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """Note, instead of calling them, the forward hooks that others have put on these modules.
+
+    They would be called on the rank of the stage alone; `call_noted_hooks` calls them on all ranks.
+    """
+    records: list[Any] = []
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for at, each in _hooked(modules):
+        recorders = [
+            (number, hook if is_ours(hook) else _recorder(records, at, position))
+            for position, (number, hook) in enumerate(forward_hooks(each).items())
+        ]
+        places.append((vars(each), FORWARD_HOOKS, OrderedDict(recorders)))
+    with items_set(places):
+        yield records
+
+
 def _recorder(records: list[Any], at: int, position: int) -> Callable[..., None]:
     def note(_: nn.Module, args: Any, *more: Any) -> None:
         *kwargs, output = more
         records.append((at, position, args, kwargs[0] if kwargs else None, output))
 
     return note
-
-
-def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    # A parameter that several modules share is one fake as well: a write to it shows in all of them.
-    if tensor not in made:
-        made[tensor] = fakes.leaf(Spec.of(tensor))
-    return made[tensor]
 
 
 def _structure_of(module: nn.Module, name: str) -> Hashable:

@@ -20,7 +20,7 @@ from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory, exchange, named_places, take_over, with_values
 from shardwise.engine.forward.packed_tensors import is_shell, shells_aside
-from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.engine.pipeline.staged_calls import PlacedModule, storage_of
 from shardwise.engine.torch_private import change_tensors
 from shardwise.plan import Parameter, Placement
 
@@ -99,6 +99,19 @@ class Stages:
         """The buffers of placed modules, as they are now."""
         found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self._buffers)
         return [(buffer, stage, name) for buffer, stage, name in found if buffer is not None]
+
+    def of_storages(self) -> dict[int, set[int]]:
+        """The stages of all parameters and buffers that have one, by `storage_of`."""
+        found: dict[int, set[int]] = {}
+        tensors = [
+            (tensor, unit.stage)
+            for unit in self.units
+            for tensor in (*unit.module.parameters(), *unit.module.buffers())
+        ]
+        tensors += [(self.model.get_parameter(name), stage) for name, stage in self.placement.parameters.items()]
+        for tensor, stage in tensors:
+            found.setdefault(storage_of(tensor), set()).add(stage)
+        return found
 
     def is_buffer_of_all(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a buffer of a module that every rank runs."""
