@@ -1,7 +1,7 @@
 """Lists, dicts and the like that placed modules are given and give: the numbers of one process, whatever is shared."""
 
 import zlib
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import ModelError
 from tests.engine.formed import formed, linear
 from tests.oracle.pipeline_programs import Block, square, vectors
 from tests.oracle.program import adamw, seeded
@@ -170,3 +171,29 @@ def test_keys_and_values_of_containers_decide_what_a_module_gives(pair: tuple[An
 
     make = net_of(way, wide)
     assert losses(2, make) == losses(1, make) * 2
+
+
+def put_back_at_the_end(given: Any) -> None:
+    given["a"] = given.pop("a")
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "takes items out of a dict": (lambda: {"a": 1, "b": 2}, put_back_at_the_end),
+    "changes a deque": (lambda: deque([1.0]), lambda given: given.append(2.0)),
+    "changes a set": (lambda: {1, 2}, lambda given: given.remove(2)),
+}
+
+
+@pytest.mark.parametrize("words", CHANGED)
+def test_changes_that_other_ranks_would_not_see_are_refused(words: str) -> None:
+    make_given, change = CHANGED[words]
+
+    def changing(net: Any, x: torch.Tensor, given: Any) -> Any:
+        change(given)
+        return net.block(x)
+
+    def way(net: Any, x: torch.Tensor) -> Any:
+        return net.last(net.two(net.one(net.first(x), make_given()), make_given()))
+
+    with pytest.raises(ModelError, match=words):
+        losses(2, net_of(way, changing))

@@ -11,7 +11,8 @@ kernel for fake tensors, shapes that depend on values) all know that the owner a
 
 import copy
 import warnings
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, MutableSet, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class Writes:
         # A shallow look before and after the call. Containers are compared by identity of what they hold: elements
         # may be tensors, whose comparison gives tensors.
         self._before = [contents_of(each) for each in self._containers]
-        self._objects = [(each, _tensors_of(each)) for each in objects if call.is_user_code]
+        self._objects = [(each, _tensors_of(each), _items_of(each)) for each in objects if call.is_user_code]
 
     def result(self, answer: Any, records: Sequence[Any]) -> tuple[Any, Any, Any]:
         """The answer, the records and the writes of the call; containers that come again have slots in their places."""
@@ -97,13 +98,18 @@ class Writes:
         found = []
         for number, (container, before) in enumerate(zip(self._containers, self._before, strict=True)):
             after = contents_of(container)
-            if len(after) < len(before) or not before.keys() <= after.keys():
+            if [*after][: len(before)] != [*before]:  # or puts them back at the end
                 raise ModelError(
                     f"{self._call.name!r} takes items out of a {type(container).__name__} that it is given "
                     f"({user_site()}), and other ranks do not run it; take them out between modules"
                 )
             found += [(number, key, value) for key, value in after.items() if value is not before.get(key, _NOTHING)]
-        for each, before in self._objects:
+        for each, before, items in self._objects:
+            if list(map(id, items)) != list(map(id, _items_of(each))):
+                raise ModelError(
+                    f"{self._call.name!r} changes a {type(each).__name__} that it is given ({user_site()}), on the "
+                    "rank of its stage alone. Give a list or a dict, or return what it holds"
+                )
             if any(value is not before.get(key) for key, value in _tensors_of(each).items()):
                 raise ModelError(
                     f"{self._call.name!r} writes a tensor to an attribute of a {type(each).__name__} that it is given "
@@ -117,6 +123,11 @@ _NOTHING = object()
 
 def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
     return {key: held for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, torch.Tensor)}
+
+
+def _items_of(value: Any) -> list[Any]:
+    """Of collections that are no containers, which other ranks would not see change."""
+    return list(value) if isinstance(value, deque | MutableSet) else []
 
 
 class Known(NamedTuple):
