@@ -18,7 +18,8 @@ OWN, OTHER = {"a": 0, "b": 1}, {"a": 1, "b": 0}
 
 
 def borrowing(net: Any, x: torch.Tensor, other: Any = None) -> Any:
-    return net.block(x) + (other or net.kept[0])(x)
+    others = net.kept if other is None else other if isinstance(other, nn.ModuleList) else [other]
+    return net.block(x) + sum(each(x) for each in others)
 
 
 BORROWER = formed(borrowing, block=Block)
@@ -31,6 +32,15 @@ def given_whole(net: Any, x: torch.Tensor) -> Any:
 
 def given_parts(net: Any, x: torch.Tensor) -> Any:
     return net.last(net.two(net.one(net.first(x), net.a.block), net.b.block))
+
+
+def given_in_a_list(net: Any, x: torch.Tensor) -> Any:
+    both = nn.ModuleList([net.a, net.b])
+    return net.last(net.two(net.one(net.first(x), both), both))
+
+
+def given_a_method(net: Any, x: torch.Tensor) -> Any:
+    return net.last(net.two(net.one(net.first(x), net.a.block.forward), net.b.block.forward))
 
 
 def known(net: Any, x: torch.Tensor) -> Any:
@@ -89,7 +99,7 @@ def trained(
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("stages", [OWN, OTHER], ids=["own stage", "other stage"])
-@pytest.mark.parametrize("way", [given_whole, given_parts])
+@pytest.mark.parametrize("way", [given_whole, given_parts, given_in_a_list, given_a_method])
 def test_a_module_that_is_given_runs_in_the_one_that_gets_it(way: Way, stages: dict[str, int], chunks: int) -> None:
     make = net_of(way)
     assert trained(2, make, stages, chunks=chunks) == trained(1, make) * 2

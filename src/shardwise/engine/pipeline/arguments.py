@@ -16,7 +16,7 @@ Calls of one key give outputs of one description, as far as shapes are known. Th
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class Arguments:
         self._seen = SeenContainers(gives_slots=True)
         self._modules: list[nn.Module] = []
         self.lent: list[nn.Module] = []
-        """Modules among them, and all inside of those, which are no parts of the called one."""
+        """Modules among them, and all inside of those, which are no parts of the called one, nor around it."""
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._tokens: list[Any] = [call.key(), around_of(flow.device.type), len(args)]
         self._args, self._names = self._read(args), tuple(kwargs)
@@ -126,8 +126,9 @@ class Arguments:
                 self.numbers.append(leaf)
             is_factor = isinstance(leaf, float | complex) and self._call.ignores_numbers
             self._tokens.append((type(leaf),) if is_factor else token_of(leaf))
-            if isinstance(leaf, nn.Module):
-                self._modules.append(leaf)
+            owner = leaf.__self__ if isinstance(leaf, MethodType) else leaf
+            if isinstance(owner, nn.Module):
+                self._modules.append(owner)
             if is_plain(leaf) or callable(leaf):
                 return leaf
         self.objects.append(leaf)
@@ -154,12 +155,13 @@ class Arguments:
         places = [(vars(module), key) for module, key in self._call.values_set()]
         if self._modules:
             own = {self._call.module, *self._call.inner}
-            inner = [each for module in self._modules for each in module.modules() if each not in own]
-            self.lent += dict.fromkeys(inner)
+            # Not of one that the called module is a part of: the whole model, say, would come along.
+            given = [inner for each in self._modules if self._call.module not in (inner := list(each.modules()))]
+            self.lent += dict.fromkeys(each for inner in given for each in inner if each not in own)
             self._tokens.append(modes_of(self.lent))
-        for module in self._modules:
-            if self._flow.stages.modules.get(module) not in (None, stage):
-                held = [kept for each in module.modules() for kept in (each._parameters, each._buffers)]
+        for each in self.lent:
+            if self._flow.stages.modules.get(each) not in (None, stage):
+                held = (each._parameters, each._buffers)
                 places += [(kept, key) for kept in held for key, tensor in kept.items() if tensor is not None]
         for kept, key in places:
             self.is_plain = False
