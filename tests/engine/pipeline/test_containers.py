@@ -17,12 +17,13 @@ from tests.engine.formed import formed, linear
 from tests.oracle.pipeline_programs import Block, square, vectors
 from tests.oracle.program import adamw, seeded
 
+STAGES = {"first": 0, "one": 0, "two": 1, "last": 1}
 Way = Callable[[Any, torch.Tensor], Any]
 
 
 def losses(pp: int, make: Callable[[], nn.Module], **settings: Any) -> list[list[float]]:
     """What each rank has of training; blocks one and two are on stages of their own."""
-    pipeline = sw.Pipeline(stages={"first": 0, "one": 0, "two": 1, "last": 1}) if pp > 1 else sw.Pipeline()
+    pipeline = sw.Pipeline(stages=STAGES) if pp > 1 else sw.Pipeline()
     plan = sw.Plan(mesh=sw.Mesh(pp=pp), pipeline=pipeline, **settings)
 
     def run(channel: sw.Channel) -> list[float]:
@@ -37,7 +38,7 @@ def net_of(way: Way, block: Callable[..., Any]) -> Callable[[], nn.Module]:
     return formed(way, first=linear(5, 7), one=made, two=made, last=linear(7, 3))
 
 
-def appending(net: Any, x: torch.Tensor, to: Any, read: Any) -> torch.Tensor:
+def appending(net: Any, x: torch.Tensor, to: Any, read: Any) -> Any:
     """Appends to the one, and reads the other."""
     to.append(x * 2)
     return net.block(x) + sum(read)
@@ -59,13 +60,14 @@ def given_twice_in_turns(net: Any, x: torch.Tensor) -> Any:
     return net.last(h)
 
 
-def in_containers(net: Any, x: torch.Tensor, d: Any) -> torch.Tensor:
+def in_containers(net: Any, x: torch.Tensor, d: Any) -> Any:
     d["xs"].append(x * 2)
     return net.block(x) * len(d["more"]["xs"]) + sum(d["ys"])
 
 
 def given_inside(net: Any, x: torch.Tensor) -> Any:
-    h, xs = net.first(x), []
+    h = net.first(x)
+    xs: list[Any] = []
     d = {"xs": xs, "ys": xs, "more": UserDict(xs=xs)}
     for each in (net.one, net.two):
         h = each(h, d)
@@ -81,7 +83,8 @@ def giving_its_list(net: Any, x: torch.Tensor, xs: Any, d: Any) -> Any:
 def gives_what_was_given(net: Any, x: torch.Tensor) -> Any:
     h = net.first(x)
     for each in (net.one, net.two):
-        xs, d = [], {}
+        xs: list[Any] = []
+        d: dict[str, Any] = {}
         h, ys = each(h, xs, d)
         ys.append(h * 3)
         d["kept"].append(h)
@@ -90,7 +93,8 @@ def gives_what_was_given(net: Any, x: torch.Tensor) -> Any:
 
 
 def giving_one_twice(net: Any, x: torch.Tensor) -> Any:
-    outputs, none = [net.block(x)], []
+    outputs: list[Any] = [net.block(x)]
+    none: list[Any] = []
     return outputs, {"outputs": outputs, "none": none}, none
 
 
@@ -131,6 +135,21 @@ def test_a_container_in_several_places_stays_one(name: str, how: str) -> None:
     make = net_of(way, read_first(block) if how == "announced" else block)
     settings = {"activations": sw.Activations(checkpoint=("one", "two"))} if how == "run again" else {}
     assert losses(2, make, **settings) == losses(1, make) * 2
+
+
+def test_a_container_in_several_places_of_an_output_stays_one() -> None:
+    def way(net: Any, x: torch.Tensor) -> Any:
+        outputs = [net.two(net.one(net.first(x)))]
+        return {"all": outputs, "last": (outputs, outputs[-1])}
+
+    def run(channel: sw.Channel) -> bool:
+        net = seeded(net_of(way, lambda net, x: net.block(x)))()
+        plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages=STAGES))
+        output = sw.parallelize(net, plan, optimizer=adamw, loss=square, channel=channel).predict(vectors(0))
+        same: bool = output["all"] is output["last"][0]
+        return same
+
+    assert sw.simulate(2, run) == [True, True]
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm.nested_values import ObjectSlot, TensorSlot, transform
+from shardwise.comm.nested_values import ContainerSlot, ObjectSlot, TensorSlot, transform
 from shardwise.engine.pipeline.infer import CallOutcome, OutcomeTensor
 from shardwise.engine.pipeline.nested import packed, unpacked
 from shardwise.engine.pipeline.stage_tensor import Spec
@@ -89,7 +89,7 @@ OUTCOME = CallOutcome(
         (1, -(2**80), True, None, 0.1, -0.0, math.inf, "text \ud800 \0", b"\0\xff", 1 + 2j, ...),
         [slice(1, None), torch.float16, torch.device("cpu"), torch.strided, torch.channels_last, int, Colour.RED],
         {(1, "key"): [{}], None: torch.Size([2, 3]), Colour.RED: ()},
-        OrderedDict(b=TensorSlot(1), a=ObjectSlot(2)),
+        OrderedDict(b=TensorSlot(1), a=ObjectSlot(2), c=ContainerSlot(0)),
         defaultdict(list, {"a": [1]}),
         UserDict({"a": TensorSlot(3)}),
         Pair(SLOT, {"x": TensorSlot(1)}),

@@ -63,7 +63,7 @@ class Arguments:
         """Whether there are tensors and plain values in tuples alone: what is written to others has to be found."""
         self._flow, self._call = flow, call
         self._positions: dict[int, int] = {}
-        self._seen = SeenContainers(gives_slots=True)
+        self._seen: SeenContainers | None = None  # most calls have none
         self._modules: list[nn.Module] = []
         self.lent: list[nn.Module] = []
         """Modules among them, and all inside of those, which are no parts of the called one, nor around it."""
@@ -135,6 +135,8 @@ class Arguments:
         return ObjectSlot(len(self.objects) - 1)
 
     def _read_container(self, leaf: Any) -> Any:
+        if self._seen is None:
+            self._seen = SeenContainers(gives_slots=True)
         if (again := self._seen.again(leaf)) is not None:
             self._tokens.append(again)
             return again
@@ -174,7 +176,7 @@ class Arguments:
     @property
     def containers(self) -> list[Any]:
         """Lists, dicts and the like that a module may write to, as the program has them, each once."""
-        return self._seen.made
+        return [] if self._seen is None else self._seen.made
 
     def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> "FilledArguments":
         """The arguments with these tensors and objects."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardwise.comm.nested_values import transform
+from shardwise.comm.nested_values import SeenContainers, transform
 from shardwise.engine.forward.layers import OfEngine, Place, wrapped
 from shardwise.engine.forward.randomness import Stream
 from shardwise.engine.pipeline.nested import Opaque
@@ -87,4 +87,4 @@ def given_to_all(flow: MicrobatchFlow, output: Any) -> Any:
         leaf = flow.adopted(leaf)
         return (flow.give_all(leaf) if isinstance(leaf, StageTensor) else leaf).detach()
 
-    return transform(output, given)
+    return transform(output, given, seen=SeenContainers())
