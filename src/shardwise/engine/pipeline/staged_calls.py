@@ -376,11 +376,11 @@ class PlacedModule(OfEngine):
     def call_noted_hooks(self, records: Sequence[Any], answer: Any, lent: Sequence[nn.Module]) -> nn.Module | None:
         """Call the hooks that were noted, in order; a module whose hook changes what the rest of the module has
         computed with, if there is one. answer: what the module gave, which hooks may write to."""
-        modules: list[nn.Module] = [*self.inner, *lent]
+        modules = [*self.inner, *lent]
         given = {each.value.memory for each in _staged(answer)}
         for at, position, args, kwargs, output in records:
             versions = {each.value.memory: each.value.memory.version for each in _staged((args, kwargs, output))}
-            module = modules[at]
+            module: nn.Module = modules[at]
             number, hook = list(forward_hooks(module).items())[position]  # torch numbers them over the whole process
             takes_keywords = number in hooks_with_keywords(module)
             changed = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
