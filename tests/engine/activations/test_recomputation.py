@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ActivationsWarning, PlanError
+from shardwise.errors import ActivationsWarning, ModelError, PlanError
 from tests.engine.activations.nets import (
     BLOCKS,
     DROPPING,
@@ -162,6 +162,72 @@ CHANGING = formed(
     calls=lambda: 0,
 )
 RENORMING = formed(renorm, embedding=partial(nn.Embedding, 8, WIDTH, max_norm=0.5))
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "counted": torch.no_grad()(lambda tensor: tensor.mul_(2)),
+    "data": lambda tensor: tensor.data.mul_(2),
+    "numpy": lambda tensor: tensor.detach().numpy().__imul__(2),
+}
+READ: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "parameter": lambda block, _: block.linear.weight,
+    "large parameter": lambda block, _: block.table,
+    "buffer": lambda block, _: block.scale,
+    "given": lambda _, x: x,
+}
+
+
+class Read(nn.Module):
+    """Adds what it reads, so that no saved tensor shows a write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(8192, WIDTH))
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.write: Callable[[Any, torch.Tensor], object] = lambda *_: None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = self.linear(input)
+        self.write(self, input)
+        return torch.tanh(x + input + self.scale + self.table.mean(0))
+
+
+class Around(nn.Module):
+    """A block, and what is done after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(WIDTH, WIDTH), Read(), nn.Linear(WIDTH, WIDTH)
+        self.write: Callable[[Any, torch.Tensor], object] = lambda *_: None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        given = self.first(input)
+        y = self.block(given)
+        self.write(self.block, given)
+        last: torch.Tensor = self.last(y)
+        return last
+
+
+@pytest.mark.parametrize("when", ["in its forward", "after it"])
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("what", READ)
+def test_what_was_written_since_is_not_read_again(what: str, way: str, when: str) -> None:
+    """In any step, not only in the first ones: a second run would compute with other values than the first."""
+    model = Around()
+    plan = sw.Plan(activations=sw.Activations(checkpoint=("block",)))
+    engine = sw.parallelize(model, plan, optimizer=adamw, loss=square)
+    for seed in range(3):
+        engine.step(rows(seed))
+    writer = model.block if when == "in its forward" else model
+    writer.write = lambda block, x: WRITES[way](READ[what](block, x))
+    if what == "buffer" and when == "in its forward":  # a small one has a copy, to which the second run writes
+        engine.step(rows(3))
+        assert torch.equal(model.block.scale, torch.full((WIDTH,), 2.0))
+        return
+    # Of what is given it, torch itself sees what it has counted.
+    words = "modified by an inplace operation" if (what, way) == ("given", "counted") else "runs it again"
+    with pytest.raises(RuntimeError if "inplace" in words else ModelError, match=words):
+        engine.step(rows(3))
 
 
 def of(

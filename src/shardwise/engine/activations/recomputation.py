@@ -8,7 +8,11 @@ The wrapper is the innermost one: what a plan does around a forward happens once
     random numbers     the states of the generators before the first run, those of modules and arguments too
     lists, objects     those among the arguments as they were, whatever the first run wrote to them
     buffers            copies of those that the first run wrote to, as they were; the second run writes to the copies
-    parameters         as they are: a forward that writes to one is refused
+    what it only read  parameters, other buffers and the tensors among the arguments as they are: where somebody has
+                       written to one since the first run began, in whatever way, the second run is refused
+
+Values are compared on the host by digests (`forward.writes`), which cost 10 microseconds for a tensor and microbatch.
+On a device, which would have to be waited for, they are in the first calls of a module; torch's count of writes always.
 """
 
 import copy
@@ -33,7 +37,7 @@ from shardwise.engine.forward.kept_objects import held_tensors, own_generators
 from shardwise.engine.forward.layers import Forward, OfEngine, Place
 from shardwise.engine.forward.randomness import KeyedRandom, may_draw
 from shardwise.engine.forward.transforms import see_transformations
-from shardwise.engine.forward.writes import SeenTensor, is_due
+from shardwise.engine.forward.writes import Content, SeenTensor, is_due, is_on_host
 from shardwise.engine.torch_private import DisableTorchFunction, Operator, is_transformed
 from shardwise.errors import ActivationsWarning, ModelError
 
@@ -88,7 +92,8 @@ class Recomputed(OfEngine):
         self._num_looks += 1
         reads = is_due(self._num_looks)
         with DisableTorchFunction():  # under pp a mode answers for parameters of other stages
-            parameters = [SeenTensor(each, content=reads) for _, _, each in self._parameters]
+            parameters = [SeenTensor(each, content=reads or is_on_host(each)) for _, _, each in self._parameters]
+            contents = given.contents()
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
         seeing = seeing_modes()
@@ -101,6 +106,8 @@ class Recomputed(OfEngine):
             if first:
                 args, kwargs = first.pop()
                 return forward(*args, **kwargs)
+            with DisableTorchFunction():
+                self._refuse_changes(parameters, contents, tensors, kept.changed())
             args, kwargs = given.again(tensors)
             with (
                 nullcontext() if states is None else self._random.going_on_from(states, own),
@@ -123,13 +130,39 @@ class Recomputed(OfEngine):
             self.kept_bytes = int(modes[0].value)
         kept.settle()
         with DisableTorchFunction():
-            is_written = any(each.is_written(each.tensor) for each in parameters)
-        if is_written:
-            raise ModelError(
-                f"the forward of {self.name!r} writes to a parameter, and would do so twice: backward runs it again. "
-                "Name modules around which nothing is written in activations.checkpoint"
+            is_written = any(
+                each.is_written(each.tensor) if reads else each.is_counted(each.tensor) for each in parameters
             )
+        if is_written:
+            raise self._refusal(f"the forward of {self.name!r} writes to a parameter, and would do so twice")
+        for each in parameters:
+            if not is_on_host(each.tensor):
+                each.content = None  # not looked at again
         return output
+
+    def _refuse_changes(
+        self,
+        parameters: Sequence[SeenTensor],
+        contents: Sequence[Content | None],
+        given: Sequence[torch.Tensor],
+        buffer: str | None,
+    ) -> None:
+        """Raise ModelError where a second run would find other values than the first: in what is given it, too."""
+        for (_, key, _), seen in zip(self._parameters, parameters, strict=True):
+            if seen.is_written(seen.tensor):
+                raise self._changed(f"parameter {key!r} of")
+        if buffer is not None:
+            raise self._changed(f"buffer {buffer!r} of")
+        if not all(before is None or before.holds_for(each) for before, each in zip(contents, given, strict=True)):
+            raise self._changed("a tensor that is given to")
+
+    def _changed(self, what: str) -> ModelError:
+        return self._refusal(f"{what} {self.name!r} was written to in its forward or since, and would be read again")
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(
+            f"{why}: backward runs it again. Name modules around which nothing is written in activations.checkpoint"
+        )
 
     @cached_property
     def _own(self) -> list[torch.Generator]:
@@ -161,6 +194,10 @@ class KeptArguments:
         self.generators: list[torch.Generator] = []
         """Not copied: the program goes on with them."""
         self._template = transform((args, kwargs), self._take, fresh=True, seen=SeenContainers())
+
+    def contents(self) -> list[Content | None]:
+        """What the tensors hold that are on the host."""
+        return [Content(each) if is_on_host(each) else None for each in self._tensors]
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors, each object once; they are not held here from now on."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.forward.aside import items_set
-from shardwise.engine.forward.writes import SeenTensor, holds_same, is_small
+from shardwise.engine.forward.writes import SeenTensor, holds_same, is_on_host, is_small
 from shardwise.engine.torch_private import DisableTorchFunction, NormWithStatistics
 from shardwise.errors import ModelError
 
@@ -68,17 +68,25 @@ class KeptBuffers:
             }
             # Of what has no copy, and of large ones, some elements; a device is not waited for.
             self._before = [
-                SeenTensor(each, content=each is not None and each.device.type == "cpu" and at not in self._copies)
-                for at, each in enumerate(now)
+                SeenTensor(each, content=is_on_host(each) and at not in self._copies) for at, each in enumerate(now)
             ]
+        self._others: dict[int, SeenTensor] = {}
+        """What the forward did not write to, as it was after it."""
 
     def settle(self) -> None:
         """The forward has ended: what it did not write to needs no copy."""
         with DisableTorchFunction():
             written = {at for at, before in enumerate(self._before) if self._is_written(at, before)}
-        self._buffers.learn(written, self._copies.keys())
-        self._copies = {at: each for at, each in self._copies.items() if at in written}
+            self._buffers.learn(written, self._copies.keys())
+            self._copies = {at: each for at, each in self._copies.items() if at in written}
+            others = {at: self._buffers.buffer(at) for at in range(len(self._before)) if at not in written}
+            self._others = {at: SeenTensor(each, content=is_on_host(each)) for at, each in others.items()}
         self._before = []
+
+    def changed(self) -> str | None:
+        """The name of a buffer that the forward only read, and that somebody wrote to since."""
+        found = (at for at, each in self._others.items() if each.is_written(self._buffers.buffer(at)))
+        return next((self._buffers.places[at][0][1] for at in found), None)
 
     def _is_written(self, at: int, before: SeenTensor) -> bool:
         buffers, now = self._buffers, self._buffers.buffer(at)
