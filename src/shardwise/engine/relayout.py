@@ -212,7 +212,7 @@ def _going_back(engine: Engine[Any], handed: HandOver, swapped: Swapped) -> Iter
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
     # this snapshot costs.
-    put_back = kept_attributes(handed.rank.model.modules(), contents=(dict,))
+    put_back = kept_attributes(handed.rank.model.modules(), contents=True)
     optimizers = [
         (
             known.optimizer,

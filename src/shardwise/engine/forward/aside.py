@@ -35,14 +35,14 @@ def items_set(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 
 
 def kept_attributes(
-    modules: Iterable[nn.Module], *, names: Collection[str] | None = None, contents: tuple[type, ...] = ()
+    modules: Iterable[nn.Module], *, names: Collection[str] | None = None, contents: bool = False
 ) -> Callable[[], None]:
-    """What puts back the attributes that modules have now. names: of those; None: all. contents: lists, dicts, sets,
-    whose items come back too."""
+    """What puts back the attributes that modules have now. names: of those; None: all. contents: the items of
+    dicts and sets, too."""
     saved: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
     for each in modules:
         before = {key: held for key, held in vars(each).items() if names is None or key in names}
-        kept = [(held, copy(held)) for held in before.values() if isinstance(held, contents)]
+        kept = [(held, copy(held)) for held in before.values() if contents and isinstance(held, dict | set)]
         saved.append((vars(each), before, kept))
 
     def put_back() -> None:
@@ -53,6 +53,6 @@ def kept_attributes(
             # Emptied and filled again, not replaced: others may hold the same object, as handles of hooks do.
             for held, content in kept:
                 held.clear()
-                held.extend(content) if isinstance(held, list) else held.update(content)
+                held.update(content)
 
     return put_back

@@ -5,10 +5,12 @@ self.first_row = self.weight.data[0]        parameters move to flat buffers: it 
                                             where the rank does not have them, reads are refused
 """
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSet
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSet
 from functools import partial
 from itertools import chain
+from operator import is_
+from threading import Condition, Event, Lock, RLock, Thread
 from types import CellType, FunctionType, MethodType, ModuleType, UnionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,11 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.comm.local_tensors import share_elements
+from shardwise.comm.local_tensors import share_elements, span_elements
 from shardwise.comm.nested_values import is_plain
 from shardwise.engine.forward.inventory import holds_values
-from shardwise.engine.forward.layers import is_ours
+from shardwise.engine.forward.layers import is_ours, package_of
 from shardwise.engine.forward.sharded_parameters import functions_of_metadata
+from shardwise.engine.forward.writes import form_of, holds_same, is_on_host, is_small
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, forward_pre_hooks, tree_leaves
 from shardwise.errors import ModelError
 
@@ -30,6 +33,12 @@ _DEPTH = 6
 """So deep are objects in objects looked through: a module may hold the whole program (its trainer, say)."""
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+_HOOKS = [key for key in _OF_EVERY_MODULE if key.endswith("_hooks")]
+
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+
+_OF_THREADS = (type(Lock()), type(RLock()), Condition, Event, Thread)
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
@@ -42,8 +51,12 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _kept_in(held: Iterable[Any], kind: type[Kept] | UnionType, seen: dict[int, Any]) -> list[Kept]:
-    """Objects of a kind in these, and in what they hold: containers, attributes, closures; without what was `seen`."""
-    found: list[Kept] = []
+    """Objects of a kind in these, and in what they hold, without what was `seen`."""
+    return [each for each in _reached(held, lambda each: isinstance(each, kind), seen) if isinstance(each, kind)]
+
+
+def _reached(held: Iterable[Any], is_end: Callable[[Any], bool], seen: dict[int, Any]) -> Iterator[Any]:
+    """These objects and what they hold: containers, attributes, closures; nothing inside of an end, or of a tensor."""
     level = list(held)
     for _ in range(_DEPTH):
         inside: list[Any] = []
@@ -51,26 +64,25 @@ def _kept_in(held: Iterable[Any], kind: type[Kept] | UnionType, seen: dict[int, 
             if id(each) in seen or isinstance(each, nn.Module | type | ModuleType) or is_ours(each):
                 continue
             seen[id(each)] = each
-            if isinstance(each, kind):
-                found.append(each)
-            elif not isinstance(each, torch.Tensor):
+            yield each
+            if not isinstance(each, torch.Tensor) and not is_end(each):
                 inside += _inside(each)
         level = inside
-    return found
 
 
 def _inside(held: Any) -> Iterable[Any]:
-    if isinstance(held, Mapping):
-        return held.values()
-    if isinstance(held, list | tuple | set | frozenset | deque):
-        return held
     if isinstance(held, partial):
         return [held.func, *held.args, *held.keywords.values()]
     if isinstance(held, MethodType):
         return [held.__self__, held.__func__]
     if isinstance(held, FunctionType):
         return [cell.cell_contents for cell in held.__closure__ or () if _is_full(cell)]
-    return getattr(held, "__dict__", {}).values()
+    items: Iterable[Any] = ()
+    if isinstance(held, Mapping):
+        items = held.values()
+    elif isinstance(held, list | tuple | set | frozenset | deque):
+        items = held
+    return [*items, *getattr(held, "__dict__", {}).values()]
 
 
 def _is_full(cell: CellType) -> bool:
@@ -78,6 +90,69 @@ def _is_full(cell: CellType) -> bool:
         return cell.cell_contents is not None
     except ValueError:  # of a name that has no value yet
         return False
+
+
+def contents_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """What puts back what containers and objects hold that modules and their hooks keep, and values of small tensors.
+
+    What is torch's own, or has a lock, as what threads share, is left alone.
+    """
+    held = [each for module in modules for _, each in _attributes(module)]
+    held += [
+        hook for module in modules for key in _HOOKS if (hooks := vars(module).get(key)) for hook in hooks.values()
+    ]
+    undo: list[Callable[[], object]] = []
+    for each in _reached(held, _is_left, {}):
+        if isinstance(each, torch.Tensor):
+            if type(each) is torch.Tensor and is_on_host(each) and is_small(each) and not each.is_inference():
+                undo.append(partial(_rewrite, each, each.detach().clone()))
+        elif not _is_left(each):
+            # Their own ways to write: those of a class of the user may refuse or do more.
+            kind: Any = next((kind for kind in _CONTAINERS if isinstance(each, kind)), None)
+            places = [] if kind is None else [(kind, each)]
+            if isinstance(attributes := getattr(each, "__dict__", None), dict):
+                places.append((dict, attributes))
+            undo += [partial(_refill, kind, place, _items(kind, place)) for kind, place in places]
+            for cell in (getattr(each, "__closure__", None) or ()) if isinstance(each, FunctionType) else ():
+                if _is_full(cell):
+                    undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+
+    def put_back() -> None:
+        for do in undo:
+            do()
+
+    return put_back
+
+
+def _is_left(held: Any) -> bool:
+    attributes = getattr(held, "__dict__", {})
+    return package_of(held) == "torch" or any(isinstance(each, _OF_THREADS) for each in attributes.values())
+
+
+def _items(kind: Any, container: Any) -> list[Any]:
+    return list(kind.items(container) if issubclass(kind, dict) else kind.__iter__(container))
+
+
+def _refill(kind: Any, container: Any, before: list[Any]) -> None:
+    both = _items(kind, container), before
+    now, then = ([*chain.from_iterable(each)] for each in both) if issubclass(kind, dict) else both
+    # By identity: values may be tensors, which have no single truth.
+    if len(now) == len(then) and all(map(is_, now, then)):
+        return
+    # Emptied and filled again, not replaced: others may hold the same object, as handles of hooks do.
+    kind.clear(container)
+    if issubclass(kind, dict):
+        for key, value in before:
+            kind.__setitem__(container, key, value)
+    else:
+        (kind.update if kind is set else kind.extend)(container, before)
+
+
+def _rewrite(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if form_of(tensor) != form_of(before):
+        tensor.data = before
+    elif not holds_same(tensor, before) and span_elements(tensor) >= tensor.numel():  # not of one that is expanded
+        tensor.data.copy_(before)
 
 
 class _Moved(torch.Tensor):

@@ -1,7 +1,7 @@
 """Runs of a model that leave no trace. `count_work` makes one to find the work of each module."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
@@ -12,11 +12,12 @@ from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, synchronize
 from shardwise.engine.forward.aside import kept_attributes
-from shardwise.engine.forward.kept_objects import own_generators
+from shardwise.engine.forward.kept_objects import contents_kept, own_generators
 from shardwise.engine.forward.observe import Observed, flops_of
 from shardwise.engine.forward.outline import named_modules, outline_of
 from shardwise.engine.forward.packed_tensors import PackedPlaces
-from shardwise.engine.torch_private import COMPILED_CALL, compiled_call, version_of
+from shardwise.engine.forward.writes import SeenTensor
+from shardwise.engine.torch_private import COMPILED_CALL, backward_hooks, compiled_call, gradient_hooks
 
 _NUM_TIMED_RUNS = 3
 
@@ -29,22 +30,23 @@ _NAMES = frozenset({*vars(nn.Module()), "forward", COMPILED_CALL})
 def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """Inside, a module may run and be changed, and is as before afterwards. Gives what says whether numbers were drawn.
 
-    attributes    all, and the lists, dicts and sets in them: modes, hooks, layers, parameters, notes of first calls.
-                  Only those that every module has where the run wrote to a parameter, which stays written: a forward
-                  that rescales its weights once (RWKV) notes that in an attribute
+    attributes    all: modes, hooks, layers, parameters, notes of first calls; and what is in the containers and objects
+                  that they and hooks hold (`contents_kept`). Only those that every module has where the run wrote to a
+                  parameter, in whatever way, which stays written: a forward that rescales its weights once (RWKV) notes
+                  that in an attribute
     buffers       forwards write to copies
     weights       packed ones, which kernels may pack in another way
     generators    those of the devices, and those that modules keep
-    gradients     none
+    gradients     of parameters: those of before; no hook sees those of a backward inside
     """
-    held = [*module.parameters(), *module.buffers()]
+    modules, parameters = list(module.modules()), list(module.parameters())
+    held = [*parameters, *module.buffers()]
     devices = list({torch.device("cpu"), *(each.device for each in held if not each.is_meta)})
     own = own_generators(module)
     packed = PackedPlaces(module)
-    put_back, put_back_common = (
-        kept_attributes(module.modules(), names=names, contents=(list, dict, set)) for names in (None, _NAMES)
-    )
-    versions = [version_of(each) for each in module.parameters()]
+    put_back_common, put_back = kept_attributes(modules, names=_NAMES, contents=True), kept_attributes(modules)
+    put_back_contents = contents_kept(modules)
+    seen = [SeenTensor(each) for each in parameters]
 
     def states() -> list[torch.Tensor]:
         return [state for device in devices for state in random_states(device, own).values()]
@@ -52,16 +54,43 @@ def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
     before = states()
     # A buffer that two modules share stays one: what one writes the other reads.
     copies = {buffer: buffer.clone() for buffer in module.buffers()}
-    with torch.no_grad(), random_numbers_kept(*devices, own=own):
+    with torch.no_grad(), random_numbers_kept(*devices, own=own), _without_gradients(parameters):
         try:
-            for each in module.modules():
+            for each in modules:
                 each._buffers.update({key: copies[held] for key, held in each._buffers.items() if held is not None})
             yield lambda: not all(map(torch.equal, before, states()))
         finally:
             put_back_common()
-            if versions == [version_of(each) for each in module.parameters()]:
-                put_back()
             packed.restore()
+            if not any(each.is_written(each.tensor) for each in seen):
+                put_back()
+                put_back_contents()
+
+
+@contextmanager
+def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters have neither gradients nor hooks of gradients; afterwards they have those of before."""
+    gradients = [(each, each.grad) for each in parameters]
+    hooks = [(each, list(each.items())) for each in _hooks_of(parameters)]
+    try:
+        for each, gradient in gradients:
+            if gradient is not None:
+                each.grad = None
+        for of_one, _ in hooks:
+            of_one.clear()
+        yield
+    finally:
+        for each, gradient in gradients:
+            if each.grad is not gradient:
+                each.grad = gradient
+        for of_run in _hooks_of(parameters):
+            of_run.clear()
+        for of_one, before in hooks:
+            of_one.update(before)
+
+
+def _hooks_of(parameters: Sequence[nn.Parameter]) -> list[MutableMapping[int, Any]]:
+    return [held for each in parameters for held in (backward_hooks(each), gradient_hooks(each)) if held is not None]
 
 
 def count_work(

@@ -358,7 +358,7 @@ class Initialisation:
     def _run(self, initialiser: _Initialiser) -> dict[_TwinTensor, bool]:
         """Make a call, and give what it writes."""
         trace = _RunTrace(initialiser.key, self._seed, self._held)
-        put_back = kept_attributes([initialiser.module], contents=(dict,))
+        put_back = kept_attributes([initialiser.module], contents=True)
         try:
             with trace.following():
                 initialiser.call()
