@@ -336,6 +336,82 @@ def test_what_is_written_to_the_optimizer_s_parameters_is_in_the_model_and_in_al
     on_ranks(WRITTEN[name], run)
 
 
+KEEPS: dict[str, Callable[[Any], Any]] = {
+    "data": lambda each: each.data,
+    "numpy": lambda each: torch.from_numpy(each.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for way in KEEPS for name in ("one", "one bf16", "stage 0", "stage 1", "bf16", "pp", "tied bfloat16")],
+)
+def test_what_is_written_later_through_views_that_a_hook_kept_is_in_the_model(name: str, way: str) -> None:
+    """No call of torch shows such a write: neither a count, nor a master that somebody does something with."""
+    if way == "numpy" and name not in HAVE_ALL:  # refused of parts
+        return
+    make = tied if name in TIED else tower
+    rel = 2e-2 if "bf" in name else 1e-5
+
+    def run(channel: sw.Channel) -> None:
+        kept: list[Any] = []
+
+        def keeping(parameters: Any) -> torch.optim.Optimizer:
+            optimizer = sgd(parameters)
+            optimizer.register_step_pre_hook(lambda *_: kept.extend(map(KEEPS[way], masters(optimizer))))
+            return optimizer
+
+        engine = engine_on(channel, WRITTEN[name], keeping, model=make())
+        for to in (0.25, 0.5):
+            train(engine, [BATCH] * 2)
+            for each in kept:
+                each.fill_(to)
+            expected = away_from_three(filled(make(), to)(BATCH["input"])).item()
+            assert engine.step(share(engine, BATCH)).loss == pytest.approx(expected, rel=rel)
+
+    on_ranks(WRITTEN[name], run)
+
+
+@pytest.mark.parametrize("name", ["one bf16", "bf16"])
+def test_a_look_at_the_optimizer_s_parameters_does_not_undo_what_is_written_to_the_model(name: str) -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(channel, name)
+        for to in (0.25, 0.5):
+            train(engine, [BATCH])
+            [each.detach() for each in masters(engine.optimizer)]
+            for each in engine.model.parameters():
+                each.data.fill_(to)
+            expected = away_from_three(filled(tower(), to)(BATCH["input"])).item()
+            assert engine.step(share(engine, BATCH)).loss == pytest.approx(expected, rel=2e-2)
+
+    on_ranks(name, run)
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "add": lambda given: torch._foreach_add(given, 1.0),
+    "lerp": lambda given: torch._foreach_lerp(given, given, 0.5),
+    "sqrt": torch._foreach_sqrt,
+}
+
+
+@pytest.mark.parametrize("name", ["stage 1", "bf16", "pp"])
+def test_operators_of_lists_that_only_read_are_no_writes(name: str) -> None:
+    """A prediction would be refused after a write, and the next step would send all weights."""
+
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        engine = engine_on(recorded, name)
+        train(engine, [BATCH])
+        with torch.no_grad():
+            for read in READS.values():
+                read(masters(engine.optimizer))
+        engine.predict(BATCH)
+        train(engine, [BATCH])
+        assert "written parameters" not in " ".join(call.purpose for call in recorded.calls)
+
+    on_ranks(name, run)
+
+
 @pytest.mark.parametrize("name", ["one", "one bf16", "stage 0", "stage 1", "bf16", "pp"])
 def test_a_prediction_has_what_was_written_or_says_how_to_bring_it(name: str) -> None:
     def run(channel: sw.Channel, *, evaluates: bool) -> None:

@@ -203,7 +203,7 @@ class WeightAverages:
         self.are_in = not self.are_in
         for bucket, _ in self._averages if alone else ():
             bucket.publish()
-            bucket.master_memory.note(bucket.master)
+            bucket.master_memory.note()
 
 
 def _exchanged(bucket: WholeBucket, average: torch.Tensor) -> torch.Tensor:

@@ -273,7 +273,7 @@ class StepClosing:
         if self._host_gradients is not None:
             gradients = self._host_gradients.arrived(self.owned)
         masters = [each.parameter for each in self._updates.updated]
-        open_masters(masters)
+        open_masters(masters, shown=flags.steps_at_once or flags.shows_gradients)
         for name, master in self._masters:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.

@@ -70,7 +70,7 @@ class WholeBucket:
         self.segments = {segment.name: segment for segment in plan.segments(owner)}
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
-        self.master_memory = MasterMemory()
+        self.master_memory = MasterMemory(self.master)
 
     def other_than_casts(self, *, reads_all: bool) -> list[str]:
         """Owned parameters with elements in the working copy that are not the cast of their master.

@@ -33,7 +33,7 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
-from shardwise.engine.forward.writes import is_due
+from shardwise.engine.forward.writes import is_due, is_on_host
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_id, version_of
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.masters import master
@@ -89,7 +89,7 @@ def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[s
 def note_masters(buckets: Iterable[WholeBucket]) -> None:
     """What masters hold now is what they are to hold."""
     for each in buckets:
-        each.master_memory.note(each.master)
+        each.master_memory.note()
 
 
 class FlatParams:
@@ -210,15 +210,17 @@ class FlatParams:
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
 
-    def take_up_masters(self) -> None:
+    def take_up_masters(self, *, sends: bool = True) -> None:
         """Take values that were written to masters from outside over into this rank's part of the working copies.
 
-        `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies.
+        `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies. sends:
+        whether it follows.
         """
         for bucket in self.buckets:
             memory = bucket.master_memory
-            is_written = memory.is_written(bucket.master)
-            if memory.is_touched and bucket.has_master and not is_written:
+            # Where they are the working copy, values do not show who wrote: to give them to all is right in any case.
+            is_written = memory.is_written(reads=bucket.has_master or sends)
+            if memory.is_touched and bucket.has_master and not (is_written or is_on_host(bucket.master)):
                 # Both hold the same unless one of them was written. Torch counts most writes to the model.
                 is_written = bool(bucket.other_than_casts(reads_all=True)) and not self._counted()
             if not (is_written and bucket.plan.trainable):
@@ -232,7 +234,7 @@ class FlatParams:
 
     def check_masters(self, doing: str, *, has_stages: bool) -> None:
         """Before a forward that not all ranks run. Raises ModelError for weights that others do not have yet."""
-        self.take_up_masters()
+        self.take_up_masters(sends=False)
         if self.written_masters and (has_stages or self.is_shared):
             raise ModelError(
                 f"weights were written through the optimizer since the last step, and {doing} does not bring them to "

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.forward.part_watch import PART, Held
 from shardwise.engine.forward.reads_between_steps import ONE_ROOT, carried_out
 from shardwise.engine.forward.sharded_parameters import functions_of_memory, functions_of_metadata
+from shardwise.engine.forward.writes import Content, is_on_host
 from shardwise.engine.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
@@ -64,26 +66,57 @@ class GradientElsewhere(torch.Tensor):
         return f"GradientElsewhere({list(self.shape)})"
 
 
-@dataclass(slots=True)
 class MasterMemory:
-    """What shows writes from outside to the masters of a bucket: torch's count, or a reach that announces them."""
+    """What shows writes from outside to the masters of a bucket.
 
-    version: int = 0
-    """Of the memory that the masters view, when it was known last: they count its writes."""
-    is_reached: bool = False
-    """Whether somebody was given a master's memory in a way in which no write is counted."""
-    is_touched: bool = False
-    """Whether somebody did anything with one: perhaps an array of numpy was made of a view."""
-    has_others: bool = False
-    """Whether other ranks update other parameters, or other elements."""
+        a write                              shown by
+        p.mul_(2), an optimizer              the count of writes that torch keeps, which masters share
+        p.data, torch._foreach_*_, DLPack    the reach for the memory, as a master announces it (`is_reached`)
+        p.detach().numpy()[0] = 1            a digest of all values before the first touch in this interval
+        by a view that somebody kept         what they hold at a time that is known, where code of the user had one once
 
-    def note(self, master: torch.Tensor) -> None:
+    Digests are of memory of the host: no device is waited for.
+    """
+
+    def __init__(self, master: torch.Tensor) -> None:
+        """master: what the masters of the bucket view."""
+        self._master = master
+        self._version = 0
+        self._known: Content | None = None
+        """As it was known last."""
+        self._touched: str | None = None
+        """A digest of it before the first touch since."""
+        self.is_reached = False
+        """Whether somebody was given a master's memory in a way in which no write is counted."""
+        self.is_touched = False
+        """Whether somebody did anything with one since it was known: perhaps an array of numpy was made of a view."""
+        self.is_shown = False
+        """Whether somebody ever did: views of it may have been kept."""
+        self.has_others = False
+        """Whether other ranks update other parameters, or other elements."""
+
+    def note(self) -> None:
         """What is there now is what is to be there."""
-        self.version, self.is_reached, self.is_touched = version_of(master), False, False
+        self._version, self._touched = version_of(self._master), None
+        self.is_reached = self.is_touched = False
+        self._known = Content(self._master) if self.is_shown and is_on_host(self._master) else None
 
-    def is_written(self, master: torch.Tensor) -> bool:
-        """Whether something was written since, as far as torch or a reach shows it."""
-        return self.is_reached or version_of(master) != self.version
+    def touch(self, *, reaches: bool) -> None:
+        """Somebody is about to do something with a master. reaches: in a way in which no write is counted."""
+        if not self.is_touched:
+            self.is_reached |= not self._is_as_known()
+            self.is_touched = self.is_shown = True
+            self._touched = digest_of_values(self._master) if is_on_host(self._master) else None
+        self.is_reached |= reaches
+
+    def is_written(self, *, reads: bool) -> bool:
+        """Whether something was written since. reads: also as values show it."""
+        if self.is_reached or version_of(self._master) != self._version:
+            return True
+        return reads and (not self._is_as_known() or self._touched not in (None, digest_of_values(self._master)))
+
+    def _is_as_known(self) -> bool:
+        return self._known is None or self._known.holds_for(self._master)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +165,8 @@ class Master(nn.Parameter):
                         "optimizer, which is whole here during an update only: between two, its parts are on several "
                         "ranks. sw.full(engine) gives it, and engine.whole() takes writes"
                     )
-                # Torch counts no write of these under the mode that follows parts.
-                is_foreach = getattr(func, "__name__", "").startswith("_foreach_")
-                memory.is_reached |= is_foreach or func in functions_of_memory()
-                memory.is_touched = True
+                # Torch counts no write of those to lists under the mode that follows parts.
+                memory.touch(reaches=_writes_to_lists(func) or func in functions_of_memory())
                 if memory.has_others:
                     is_part = each._place.is_part
                     held.append((each, is_part, ONE_ROOT if is_part else id(each)))
@@ -144,6 +175,12 @@ class Master(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a plain parameter: the engine is no part of it."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _writes_to_lists(func: Any) -> bool:
+    """Whether it is one of `torch._foreach_*_`, `torch._fused_*_`: those without the last underscore only read."""
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("_") and name.endswith("_") and not name.startswith("__")
 
 
 def _refusal(what: str) -> OptimizerError:
@@ -162,9 +199,11 @@ def master(values: torch.Tensor, memory: MasterMemory | None, *, is_part: bool) 
     return made  # type: ignore[no-any-return]
 
 
-def open_masters(masters: Iterable[nn.Parameter]) -> None:
-    """From here on they are plain parameters."""
+def open_masters(masters: Iterable[nn.Parameter], *, shown: bool) -> None:
+    """From here on they are plain parameters. shown: code of the user around the update sees them."""
     for each in masters:
+        if shown and isinstance(each, Master) and each._place is not None and each._place.memory is not None:
+            each._place.memory.is_shown = True
         each.__class__ = nn.Parameter
 
 
