@@ -184,6 +184,23 @@ def test_tensors_of_a_rank_alone_stay_its_own() -> None:
     assert max(float((each - 7).abs().max()) for each in (first, second)) < 1
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_those_of_another_engine_are_its_own_however_small(stage: int) -> None:
+    """At some stages an engine has no hooks on small parameters, and takes their gradients nevertheless."""
+
+    def run(channel: sw.Channel) -> None:
+        recorded = sw.Recorded(channel)
+        plan = plan_of("dp_shard=2", stage)
+        teacher = begun(recorded, Net, plan)
+        engine = begun(recorded, Net, plan, loss=lambda output, batch: (output - teacher.model(batch["x"])).sum())
+        for batch in BATCHES:
+            engine.step(share(engine, batch))
+            teacher.step(share(teacher, batch))
+        assert not [call for call in recorded.calls if "parameters of the loss" in call.purpose]
+
+    sw.simulate(2, run)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reads", [True, False])
 def test_where_gradients_are_in_parts_they_refuse_to_be_read(way: Way, reads: bool) -> None:

@@ -74,7 +74,16 @@ class _Giving:
             collector.collect(self._name, parameter)
 
 
+_TAKEN: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
+"""By the id of a parameter who takes its gradients, and holds it: an id is of no other one as long as that lives."""
+
+
+def taken_by(collector: Collector, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters, whose gradients `collector` takes from now on: through hooks, or as it finds them."""
+    _TAKEN.update({id(each): collector for each in parameters})
+    return parameters
+
+
 def is_of_engine(parameter: torch.Tensor) -> bool:
     """Whether an engine takes the gradients of a parameter."""
-    hooks = gradient_hooks(parameter) or OrderedDict[int, Any]()
-    return any(isinstance(each, _Giving) and each.collector() is not None for each in hooks.values())
+    return id(parameter) in _TAKEN

@@ -50,7 +50,7 @@ from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_buffers import MOST_ELEMENTS, GradBuffer, GradBuffers, GradCopies, OwnedGradients
-from shardwise.engine.zero.grad_hooks import Collectors
+from shardwise.engine.zero.grad_hooks import Collectors, taken_by
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
@@ -172,7 +172,7 @@ class GradReduce(Passes):
             self._by_stage.setdefault(pending.stage, []).append(pending)
         with DisableTorchFunctionSubclass():  # what is at rest has a shape, and refuses the rest
             self._shapes = {name: parameters[name].shape for name in self._of}
-        self._parameters = [parameters[name] for name in self._of]
+        self._parameters = taken_by(self, [parameters[name] for name in self._of])
         self._arena = self._nothing
         self._layout: Arena | None = None
         self.num_microbatches = 0  # of this update, or of the last one
