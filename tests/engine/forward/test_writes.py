@@ -341,3 +341,36 @@ def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(way
             engine.evaluate(share(engine, batch_of(1)))
 
     on("stage 1", run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("plan", "kind", "writes_at", "found_at"),
+    [
+        ("stage 0", "trained", 1, 1),
+        ("stage 0", "trained", 3, 63),
+        ("stage 2", "trained", 1, 1),
+        ("stage 1", "frozen", 3, 63),
+    ],
+)
+def test_what_one_rank_writes_to_its_own_masters_is_refused_in_looks_that_compare_everything(
+    way: str, plan: str, kind: str, writes_at: int, found_at: int
+) -> None:
+    """Between them, values of trained parameters are those of their owners again after an update, but at stage 0."""
+
+    def run(channel: sw.Channel) -> tuple[int, str]:
+        model = Net()
+        model.first.requires_grad_(kind != "frozen")
+        engine = engine_of(model, channel, plan)
+        for at in range(66):
+            if at == writes_at and channel.rank:
+                halve(model.first, WAYS[way])
+            try:
+                step(engine, 0)
+            except MismatchError as error:
+                return at, str(error)
+        return 66, ""
+
+    for at, said in on(plan, run):
+        assert at == (writes_at if way == "in place" else found_at)
+        assert "parameter 'first.weight' was written to after parallelize" in said

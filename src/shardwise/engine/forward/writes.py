@@ -40,7 +40,7 @@ def is_due(num_looks: int) -> bool:
     return num_looks <= _FIRST_LOOKS or (num_looks >= _LATER_LOOKS and num_looks & (num_looks - 1) == 0)
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
+def is_readable(tensor: torch.Tensor) -> bool:
     """Whether it has plain memory, at present."""
     kind = type(tensor)
     is_plain = kind is torch.Tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -74,7 +74,7 @@ def holds_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same in all elements, as far as they can be read. Waits for a device."""
     if form_of(one) != form_of(other):
         return False
-    if not (_is_readable(one) and _is_readable(other)) or torch.equal(one, other):
+    if not (is_readable(one) and is_readable(other)) or torch.equal(one, other):
         return True
     return torch.equal(*(bits_in(each.detach().contiguous().view(-1)) for each in (one, other)))  # a NaN is like itself
 
@@ -100,7 +100,7 @@ class Content:
 
 def _kept_of(tensor: torch.Tensor) -> torch.Tensor | tuple["Form | None", int] | None:
     """What tells its values from others: a digest on the host, a copy on a device; None for what cannot be read."""
-    if not _is_readable(tensor):
+    if not is_readable(tensor):
         return None
     if tensor.device.type == "cpu":
         return form_of(tensor), _digest(tensor)

@@ -19,6 +19,7 @@ ranks no loop over them.
 import json
 import math
 import struct
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,6 +223,8 @@ class StepFacts(NamedTuple):
     """Which parameters the step trains, in words."""
     is_listed: bool = False
     """Whether microbatches were given as a list, so that ranks may have unlike numbers of them."""
+    values: str = ""
+    """A digest of parameters, in looks that compare everything: see `FlatParams.digest_where_due`."""
 
 
 def parts_of_opening(weights: Sequence[Weight], facts: StepFacts, *, batch: bytes = b"") -> list[bytes]:
@@ -245,11 +248,11 @@ def batch_compared(lines: Sequence[str], *, is_whole: bool) -> bytes:
 
 
 def _facts_in(packed: bytes) -> StepFacts:
-    written, masters, autocast, trained, is_listed = a_list(packed)
-    texts = [*written, *masters, autocast, trained]
+    written, masters, autocast, trained, is_listed, values = a_list(packed)
+    texts = [*written, *masters, autocast, trained, values]
     if not all(isinstance(each, str) for each in texts) or not isinstance(is_listed, bool):
         raise TypeError("no names")
-    return StepFacts(written, masters, autocast, trained, is_listed)
+    return StepFacts(written, masters, autocast, trained, is_listed, values)
 
 
 def _weights_in(packed: bytes) -> tuple[float, ...]:
@@ -263,8 +266,8 @@ def merge_weights(
     *,
     same_count: bool,
     ranks: RankGroups,
-) -> tuple[Weighting, list[StepFacts]]:
-    """The weights of all data ranks, and the facts of those that say unlike ones.
+) -> tuple[Weighting, list[StepFacts], bool]:
+    """The weights of all data ranks; the facts of those that say unlike ones; whether replicas hold unlike values.
 
     parts: `parts_of_opening` of every rank. lines: of the batch of this rank.
     Raises the same error on all ranks when the weights cannot be used.
@@ -287,7 +290,16 @@ def merge_weights(
             "Give step() the same microbatches on all, or a list of them, of any number"
         )
     weighting.check()
-    return weighting, facts
+    return weighting, facts, _are_unlike(facts, said.starts, ranks.replicas)
+
+
+def _are_unlike(facts: Sequence[StepFacts], starts: Sequence[int], replicas: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks that hold the same parameters gave unlike digests of them. starts: the first rank of each fact."""
+    # What was written to a master is at its owner alone, until it is published.
+    if not any(each.values for each in facts) or any(each.masters for each in facts):
+        return False
+    groups = ({facts[bisect_right(starts, rank) - 1].values for rank in ranks} for ranks in replicas)
+    return any(len(values) > 1 and "" not in values for values in groups)
 
 
 def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:

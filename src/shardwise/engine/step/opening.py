@@ -115,19 +115,22 @@ class StepOpening:
                 autocast=self._rank.computation.autocast.described(),
                 trained=trained,
                 is_listed=given is not None,
+                values=self._buffers.digest_where_due() if self._channels.everyone.size > 1 else "",
             )
             compared = batch_compared(lines, is_whole=is_on_host(batch)) if lines else b""
             agreement.parts = parts_of_opening(weights, facts, batch=compared)
         if compares:
             self._warn_of_same_rows(agreement.of_parts[-1])
-        weighting, said = merge_weights(
+        weighting, said, are_unlike = merge_weights(
             self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._channels.ranks
         )
-        self._settle_writes(said)
+        if are_unlike:  # the exchange below finds which, and refuses them until they are alike
+            self._buffers.written.update(self._buffers.own_masters)
+        self._settle_writes(said, are_unlike)
         return OpenedBatch(parts, weights, weighting)
 
-    def _settle_writes(self, said: Sequence[StepFacts]) -> None:
-        """Give all ranks what was written from outside, or refuse it on all: what all ranks have said."""
+    def _settle_writes(self, said: Sequence[StepFacts], are_unlike: bool) -> None:
+        """Give all ranks what was written from outside, or refuse it on all: what all ranks have said, or digests."""
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
         # because these are the unions over all of them.
@@ -137,8 +140,9 @@ class StepOpening:
             with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
                 self._buffers.publish_masters(self._rank.updates.counters, masters)
                 self._rank.tensors.ties.publish()
-        if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._channels.ranks.replicas)
+        if written or are_unlike:
+            names = sorted({*written, *self._buffers.written})
+            check_writes(self._channels.world, self._buffers.digests(names), self._channels.ranks.replicas)
             self._buffers.written.clear()
 
     def _split(

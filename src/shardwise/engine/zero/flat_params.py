@@ -29,11 +29,12 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
+from shardwise.engine.forward.batch_digests import digest_of_lines
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
-from shardwise.engine.forward.writes import is_due, is_on_host
+from shardwise.engine.forward.writes import bits_in, is_due, is_on_host, is_readable
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_id, version_of
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.masters import master
@@ -122,6 +123,12 @@ class FlatParams:
         self._parameters = {
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
+        self._in_no_bucket = {
+            name: each
+            for name, each in inventory.parameters.items()
+            if name not in self._parameters and is_readable(each)
+        }
+        """Frozen ones that nobody casts or cuts."""
         self._slots: dict[str, tuple[WholeBucket, Slot]] = {}
         """The bucket of a parameter, and its slot in it."""
         shapes = {spec.name: spec.global_shape for spec in inventory.specs}
@@ -138,6 +145,7 @@ class FlatParams:
         sharded = {slot.name for bucket in self.sharded for slot in bucket.plan.slots}
         self._place_functions = [_storage_of if name in sharded else torch.Tensor.data_ptr for name in here]
         self._places = self._places_now()
+        self._counted_names = [*here, *self._in_no_bucket]
         self._versions = self._versions_now()
         self._kinds: dict[str, type] = {}
         for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
@@ -205,7 +213,8 @@ class FlatParams:
         if lost := next((name for name in written if name in self._kinds), None):
             raise refusal_of_write(lost)
         for name in written:
-            self._slots[name][0].adopt(name)
+            if name in self._slots:
+                self._slots[name][0].adopt(name)
         note_masters(self.buckets)
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
@@ -267,23 +276,46 @@ class FlatParams:
         """Writes to these were refused; see `adopt_writes`."""
         now = self._versions_now()
         lost = self._kinds.keys() & names
-        self._versions = [now[at] if name in lost else self._versions[at] for at, name in enumerate(self._names)]
+        self._versions = [
+            now[at] if name in lost else self._versions[at] for at, name in enumerate(self._counted_names)
+        ]
 
     def _counted(self) -> list[str]:
         """Parameters to which torch has counted a write."""
         now = self._versions_now()
         if now == self._versions:
             return []
-        return [name for name, one, other in zip(self._names, now, self._versions, strict=True) if one != other]
+        return [name for name, one, other in zip(self._counted_names, now, self._versions, strict=True) if one != other]
 
     def _versions_now(self) -> list[int]:
         with DisableTorchFunctionSubclass():  # sharded or not
-            return [*map(version_of, self._all)]
+            return [*map(version_of, self._all), *map(version_of, self._in_no_bucket.values())]
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
-        held = {name: self._parameters[name].detach() for name in names if name in self._parameters}
+        here = self._parameters | self._in_no_bucket
+        held = {name: here[name].detach() for name in names if name in here}
         return {name: digest_of_values(values) for name, values in held.items()}
+
+    @cached_property
+    def own_masters(self) -> list[str]:
+        """Parameters that are whole here and their own masters: no cast shows what is written without a count."""
+        buckets = (each for each in self.buckets if not (each.has_master or isinstance(each, ShardedBucket)))
+        return [*(slot.name for each in buckets for slot in each.plan.slots), *self._in_no_bucket]
+
+    @torch.no_grad()
+    def digest_where_due(self) -> str:
+        """Of all `own_masters`, in the looks that compare everything: data ranks hold the same. Waits for a device."""
+        # The first steps show most programs that write so. It is a read of the model, which later ones rarely pay for.
+        if not (is_due(self._num_looks) and self.own_masters):
+            return ""
+        here = self._parameters | self._in_no_bucket
+        held = [here[name].detach() for name in self.own_masters]
+        lines = [digest_of_values(each) for each in held if is_on_host(each)]
+        # A device adds up bits faster than values leave it.
+        if sums := [bits_in(each.reshape(-1)).sum() for each in held if not is_on_host(each)]:
+            lines += map(str, torch.stack(sums).tolist())
+        return digest_of_lines(lines)
 
     @torch.no_grad()
     def write(self, name: str, values: torch.Tensor) -> bool:
