@@ -113,7 +113,10 @@ class MasterMemory:
         """Whether something was written since. reads: also as values show it."""
         if self.is_reached or version_of(self._master) != self._version:
             return True
-        return reads and (not self._is_as_known() or self._touched not in (None, digest_of_values(self._master)))
+        if not (reads and self.is_shown):
+            return False
+        is_touched = self._touched is not None and digest_of_values(self._master) != self._touched
+        return is_touched or not self._is_as_known()
 
     def _is_as_known(self) -> bool:
         return self._known is None or self._known.holds_for(self._master)
