@@ -71,20 +71,21 @@ class KeptBuffers:
                 SeenTensor(each, content=is_on_host(each) and at not in self._copies) for at, each in enumerate(now)
             ]
         self._others: dict[int, SeenTensor] = {}
-        """What the forward did not write to, as it was after it."""
+        """What has no copy, as it was after the forward."""
 
     def settle(self) -> None:
-        """The forward has ended: what it did not write to needs no copy."""
+        """The forward has ended: what is large, and it did not write to, needs no copy."""
         with DisableTorchFunction():
             written = {at for at, before in enumerate(self._before) if self._is_written(at, before)}
             self._buffers.learn(written, self._copies.keys())
-            self._copies = {at: each for at, each in self._copies.items() if at in written}
-            others = {at: self._buffers.buffer(at) for at in range(len(self._before)) if at not in written}
+            # A small one costs little, and another forward may write to it before backward.
+            self._copies = {at: each for at, each in self._copies.items() if at in written or _is_small(each)}
+            others = {at: self._buffers.buffer(at) for at in range(len(self._before)) if at not in self._copies}
             self._others = {at: SeenTensor(each, content=is_on_host(each)) for at, each in others.items()}
         self._before = []
 
     def changed(self) -> str | None:
-        """The name of a buffer that the forward only read, and that somebody wrote to since."""
+        """The name of a large buffer that the forward only read, and that somebody wrote to since."""
         found = (at for at, each in self._others.items() if each.is_written(self._buffers.buffer(at)))
         return next((self._buffers.places[at][0][1] for at in found), None)
 
@@ -107,3 +108,7 @@ class KeptBuffers:
                 again = None if kept is None else kept.clone()  # a second backward needs it too
             places += [(module._buffers, key, again) for module, key in self._buffers.places[at]]
         return items_set(places)
+
+
+def _is_small(copy: torch.Tensor | None) -> bool:
+    return copy is None or is_small(copy)
