@@ -23,7 +23,7 @@ from shardwise.comm.nested_values import is_plain
 from shardwise.engine.forward.inventory import holds_values
 from shardwise.engine.forward.layers import is_ours, package_of
 from shardwise.engine.forward.sharded_parameters import functions_of_metadata
-from shardwise.engine.forward.writes import form_of, holds_same, is_on_host, is_small
+from shardwise.engine.forward.writes import form_of, holds_same, is_on_host, is_readable, is_small
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, forward_pre_hooks, tree_leaves
 from shardwise.errors import ModelError
 
@@ -104,7 +104,7 @@ def contents_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     undo: list[Callable[[], object]] = []
     for each in _reached(held, _is_left, {}):
         if isinstance(each, torch.Tensor):
-            if type(each) is torch.Tensor and is_on_host(each) and is_small(each) and not each.is_inference():
+            if type(each) is torch.Tensor and is_readable(each) and is_on_host(each) and is_small(each):
                 undo.append(partial(_rewrite, each, each.detach().clone()))
         elif not _is_left(each):
             # Their own ways to write: those of a class of the user may refuse or do more.
@@ -151,8 +151,8 @@ def _refill(kind: Any, container: Any, before: list[Any]) -> None:
 def _rewrite(tensor: torch.Tensor, before: torch.Tensor) -> None:
     if form_of(tensor) != form_of(before):
         tensor.data = before
-    elif not holds_same(tensor, before) and span_elements(tensor) >= tensor.numel():  # not of one that is expanded
-        tensor.data.copy_(before)
+    elif not (holds_same(tensor, before) or tensor.is_inference() or span_elements(tensor) < tensor.numel()):
+        tensor.data.copy_(before)  # torch refuses writes to the others
 
 
 class _Moved(torch.Tensor):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shardwise.comm.local_tensors import bytes_of, span_elements
+from shardwise.comm.local_tensors import bytes_of, is_dense, span_elements
 from shardwise.engine.torch_private import version_of
 
 _MOST_BYTES = 1 << 17
@@ -45,9 +45,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     is_plain = kind is torch.Tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     is_here = is_plain and not tensor.is_meta and not hasattr(kind, "_is_sharded_param")
-    return (
-        is_here and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    return is_here and is_dense(tensor) and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def bits_in(flat: torch.Tensor) -> torch.Tensor:
