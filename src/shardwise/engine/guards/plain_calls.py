@@ -20,8 +20,8 @@ from torch import nn
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.reads_between_steps import ReadsBetweenSteps
 from shardwise.engine.optimizers.master_states import follow_states
+from shardwise.engine.optimizers.traits import has_own_step
 from shardwise.engine.torch_private import (
-    OF_SCHEDULERS,
     TAKES_SCALE,
     hooks_after_all_steps,
     hooks_before_all_steps,
@@ -294,11 +294,7 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
         *hooks_before_all_steps.values(),
         *hooks_after_all_steps.values(),
     ]
-    own = vars(optimizer).get("step")
-    # A learning-rate scheduler puts a function around the step of the class, which only notes that there was one.
-    is_schedulers = getattr(own, OF_SCHEDULERS, False)
-    is_noted = own is None or (is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step)
-    return not is_noted or any(not isinstance(each, _RefusalHook) for each in hooks)
+    return has_own_step(optimizer) or any(not isinstance(each, _RefusalHook) for each in hooks)
 
 
 def _names_in_groups(

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import cycle
+from types import MethodType
 from typing import Any
 
 import torch
@@ -182,7 +183,9 @@ def _double(case: Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer
     for name, value in vars(optimizer).items():
         if name.startswith(OPTIMIZER_HOOKS) and isinstance(value, OrderedDict):
             setattr(double, name, OrderedDict())  # hooks of the user are not for trials
-        elif name not in ("step", "state", "param_groups"):  # a scheduler's wrapper is bound to the original
+        elif isinstance(value, MethodType) and value.__self__ is optimizer:
+            setattr(double, name, MethodType(value.__func__, double))
+        elif name not in ("step", "state", "param_groups"):  # any other step is bound to the original
             setattr(double, name, _own(value))
     parameters = [nn.Parameter(each.to(device, copy=True)) for each in values]
     double.state = defaultdict(dict)

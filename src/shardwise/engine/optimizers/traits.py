@@ -4,6 +4,7 @@ Nothing in an optimizer says whether its update of an element looks at others. A
 doubles of what is not in the table are tried: see `trials`.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from shardwise.engine.forward.inventory import Inventory
+from shardwise.engine.torch_private import OF_SCHEDULERS
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_entries import NEVER_ALONG
 
@@ -62,6 +64,11 @@ _OF_TORCH: Mapping[str, UpdateTraits] = {
 }
 """By the class of `torch.optim` whose step it is."""
 
+_BESIDE_STEPS = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "hooked"})
+"""Names of an optimizer that no step of torch calls; `step` itself is looked at in another way."""
+_READ_BY_STEPS = frozenset({"__getattribute__", "param_groups", "state"})
+"""Names by which a class changes a step that calls none of its methods."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerTraits:
@@ -96,10 +103,35 @@ def flags_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Flags
 
 
 def in_table(optimizer: torch.optim.Optimizer) -> UpdateTraits | None:
-    """What the table says of the step of its class."""
-    # Torch puts a wrapper around the step of each class, and keeps its names.
-    step = type(optimizer).step
-    return _OF_TORCH.get(step.__qualname__.partition(".")[0]) if step.__module__.startswith("torch.optim.") else None
+    """What the table says of an optimizer with a step of torch, in which no code of others runs."""
+    kind = type(optimizer)
+    # Torch puts wrappers around the step of each class, which have its names. So have those of others.
+    step = inspect.unwrap(kind.step, stop=_is_foreign)
+    if _is_foreign(step) or has_own_step(optimizer) or _is_changed(optimizer):
+        return None
+    return _OF_TORCH.get(step.__qualname__.partition(".")[0])
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the object has another step than its class."""
+    own = vars(optimizer).get("step")
+    # A learning-rate scheduler puts a function around the step of the class, which only notes that there was one.
+    is_noted = getattr(own, OF_SCHEDULERS, False) and getattr(own, "__wrapped__", None) is type(optimizer).step
+    return own is not None and not is_noted
+
+
+def _is_foreign(function: object) -> bool:
+    return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
+
+
+def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a class around torch's, or the object, has replaced something that a step of torch may reach."""
+    kinds = type(optimizer).__mro__[:-1]
+    first = next(each for each in kinds if each.__module__.startswith("torch."))
+    replaced = {name for each in kinds if not each.__module__.startswith("torch.") for name in vars(each)}
+    replaced |= {name for name, value in vars(optimizer).items() if callable(value)}
+    reached = {name for name in dir(first) if not name.startswith("__")} - _BESIDE_STEPS
+    return not replaced.isdisjoint(reached | _READ_BY_STEPS)
 
 
 def refusal_of_closure(optimizer: torch.optim.Optimizer) -> OptimizerError:
