@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.engine.late_channels import WIDTH, Late, Log, engine_of, third_step
+from tests.engine.loops import assert_alike, in_one_process, on_ranks, plan_of, rows
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -140,3 +142,35 @@ def test_steps_in_parts_are_left_where_somebody_would_see_them_and_change_no_bit
         assert losses == other_losses
         for name, each in values.items():
             assert torch.equal(each, other_values[name]), name
+
+
+def keep(optimizer: torch.optim.Optimizer) -> None:
+    """Add half of the last gradient, and keep this one, as it was."""
+    for each in optimizer.param_groups[0]["params"]:
+        last, now = optimizer.state[each].get("last", (None,))[0], each.grad
+        each.grad = now if last is None else now + 0.5 * last
+        optimizer.state[each]["last"] = (now,)
+
+
+def keeping(parameters: Any, *, by_hook: bool) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    step: Any = optimizer.step
+
+    def stepped(closure: Any = None) -> Any:
+        keep(optimizer)
+        return step(closure)
+
+    if by_hook:
+        optimizer.register_step_pre_hook(lambda *_: keep(optimizer))
+    else:
+        optimizer.step = stepped  # type: ignore[method-assign]
+    return optimizer
+
+
+@pytest.mark.parametrize("by_hook", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_code_around_a_step_keeps_in_the_state_stay_what_they_were(stage: int, by_hook: bool) -> None:
+    batches, make = [rows(seed) for seed in range(4)], partial(nn.Linear, 4, 3)
+    optimizer = partial(keeping, by_hook=by_hook)
+    ranks = on_ranks(make, plan_of("dp_shard=2", stage), batches, optimizer=optimizer)
+    assert_alike(ranks, in_one_process(make, batches, optimizer=optimizer))

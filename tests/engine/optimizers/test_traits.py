@@ -1,5 +1,7 @@
 """What is known of torch's optimizers without a trial is what a trial finds."""
 
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 from shardwise.engine.optimizers import trials
 from shardwise.engine.optimizers.traits import in_table, together
 from shardwise.engine.optimizers.trials import traits_of
+from tests.engine.loops import assert_alike, in_one_process, on_ranks, plan_of, rows
 from tests.engine.optimizers.test_known import ALL, OPTIMIZERS
 
 CPU = torch.device("cpu")
@@ -43,6 +46,69 @@ def test_the_table_says_what_doubles_find(name: str, has_state: bool, monkeypatc
     found = traits_of(optimizer, CPU)
     assert together([known]) == found.of_all
     assert [[*each.values()] for each in found.of_groups] == [[known]]
+
+
+def centred(optimizer: torch.optim.Optimizer) -> None:
+    """What no slice of a parameter can do alone."""
+    for each in optimizer.param_groups[0]["params"]:
+        each.grad = each.grad - each.grad.mean()
+
+
+class OwnGroups(torch.optim.SGD):
+    def _init_group(self, *args: Any) -> Any:
+        centred(self)
+        return super()._init_group(*args)  # type: ignore[misc]
+
+
+class OwnCheck(torch.optim.Adam):
+    def _accelerator_graph_capture_health_check(self) -> None:
+        centred(self)
+
+
+class CheckBehind(torch.optim.Optimizer):
+    _accelerator_graph_capture_health_check = OwnCheck._accelerator_graph_capture_health_check
+
+
+class Behind(torch.optim.RMSprop, CheckBehind):
+    """The method of torch's is replaced by a class that comes after it."""
+
+
+class Wrapped(torch.optim.SGD):
+    @wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:
+        centred(self)
+        return super().step(closure)
+
+
+def replaced(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """A method of the object: bound to it."""
+
+    def method(self: Any, *args: Any) -> Any:
+        centred(self)
+        return getattr(type(self), name)(self, *args)
+
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    setattr(optimizer, name, MethodType(method, optimizer))
+    return optimizer
+
+
+CHANGED: dict[str, Any] = {
+    "a method that the step calls": partial(OwnGroups, lr=0.1),
+    "another one": partial(OwnCheck, lr=0.1),
+    "a class behind torch's": partial(Behind, lr=0.01),
+    "a step under torch's name": partial(Wrapped, lr=0.1),
+    "a method of the object": partial(replaced, "_init_group"),
+    "a step of the object": partial(replaced, "step"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_what_others_change_in_an_optimizer_of_torch_is_tried(case: str) -> None:
+    batches, make = [rows(seed) for seed in range(3)], partial(nn.Linear, 4, 3)
+    sliced = plan_of("dp_shard=2", 3)
+    assert_alike(
+        on_ranks(make, sliced, batches, optimizer=CHANGED[case]), in_one_process(make, batches, optimizer=CHANGED[case])
+    )
 
 
 def test_only_a_step_of_torch_is_known() -> None:

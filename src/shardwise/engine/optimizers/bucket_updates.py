@@ -35,7 +35,7 @@ from shardwise.engine.optimizers.doubles import storages
 from shardwise.engine.optimizers.known import KnownOptimizer, on_host
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.traits import in_table
-from shardwise.engine.torch_private import storage_id
+from shardwise.engine.torch_private import storage_id, tree_map_only
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 
 _Groups = list[dict[str, list[Any]]]
@@ -164,14 +164,18 @@ class BucketUpdates:
             for each in parameters:
                 if each.grad is not None:
                     each.grad = each.grad.clone()
+        # Code around a step may write to the model's gradients, which are these: they get no copies.
+        seen = storages([each.grad for each in parameters]) if is_seen else set()
         with self._watch(optimizer) if is_seen else nullcontext():
             optimizer.step()
         for each, values in zip(parameters, before, strict=True):
-            if each.data_ptr() != values.data_ptr():
-                # What the optimizer kept of the old values, it kept as they were.
-                state = optimizer.state.get(each, {})
-                for key in [key for key, kept in state.items() if storages(kept) & storages(values)]:
-                    state[key] = state[key].clone()
+            lent = set(seen)
+            if is_moved := each.data_ptr() != values.data_ptr():
+                lent |= storages(values)
+            # What the optimizer kept of these gradients and of the old values, it kept as they were.
+            for state in [optimizer.state[each]] if lent and each in optimizer.state else []:
+                state.update(tree_map_only(torch.Tensor, partial(_out_of, lent), dict(state)))
+            if is_moved:
                 values.copy_(each.detach())
                 each.data = values
 
@@ -215,6 +219,10 @@ class BucketUpdates:
     def _place_of(self, each: Owned) -> _Place:
         number = None if self._matrices is None else self._matrices.round_of(each)
         return ("bucket", self._buffers.bucket_of(each)) if number is None else ("round", number)
+
+
+def _out_of(memory: set[int], kept: torch.Tensor) -> torch.Tensor:
+    return kept.clone() if storages(kept) & memory else kept
 
 
 def _only_groups(known: KnownOptimizer, chosen: frozenset[str]) -> AbstractContextManager[None]:
