@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
 from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.engine.forward.part_watch import is_product, is_sum
-from shardwise.engine.optimizers.traits import Flags
+from shardwise.engine.optimizers.traits import Flags, state_of
 from shardwise.engine.torch_private import OPTIMIZER_HOOKS, TorchDispatchMode, tree_leaves
 from shardwise.errors import OptimizerError, few_of
 
@@ -197,7 +197,7 @@ def _double(case: Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer
         if not isinstance(key, torch.Tensor):  # of no parameter
             double.state[key] = deepcopy(value)
     for parameter in parameters if case.flags else ():
-        double.state[parameter] = dict(case.flags)
+        double.state[parameter] = state_of(case.flags)
     return double
 
 

@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from shardwise.engine.forward.inventory import Inventory
-from shardwise.engine.torch_private import OF_SCHEDULERS
+from shardwise.engine.torch_private import OF_SCHEDULERS, tree_leaves
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_entries import NEVER_ALONG
 
@@ -21,8 +21,22 @@ STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates ev
 """What to do with an optimizer that no rank can update a part of."""
 
 
-Flags: TypeAlias = tuple[tuple[str, bool | str], ...]
-"""Truth values and texts in the state of a parameter, with their keys."""
+@dataclass(frozen=True, slots=True)
+class TensorFlag:
+    """A tensor of one element in the state of a parameter."""
+
+    number: bool | int | float | complex
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def made(self) -> torch.Tensor:
+        """Another one like it."""
+        return torch.full(self.shape, self.number, dtype=self.dtype, device=self.device)
+
+
+Flags: TypeAlias = tuple[tuple[str, Any], ...]
+"""Truth values, texts, numbers and tensors of one element in the state of a parameter, with their keys."""
 
 Scope: TypeAlias = Literal["element", "parameter", "group"]
 _SCOPES: Sequence[Scope] = ("element", "parameter", "group")
@@ -99,7 +113,21 @@ def together(every: Sequence[UpdateTraits]) -> UpdateTraits:
 def flags_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Flags:
     """What some optimizers note in the state of a parameter before the first step: how they update it."""
     state = dict.get(optimizer.state, parameter) or {}  # as it is: see `StateOfMasters`
-    return tuple((key, each) for key, each in state.items() if type(each) in (bool, str))
+    # Next to moments, numbers are counts of steps: a double would go on from them without the moments.
+    sizes = {each.numel() for each in tree_leaves(state) if isinstance(each, torch.Tensor)}
+    has_moments = parameter.numel() == 1 or not sizes <= {1}
+    found = []
+    for key, each in state.items():
+        if type(each) in (bool, str) or (not has_moments and type(each) in (int, float, type(None))):
+            found.append((key, each))
+        elif not has_moments and type(each) is torch.Tensor and not each.is_meta:
+            found.append((key, TensorFlag(each.item(), each.dtype, tuple(each.shape), each.device)))
+    return tuple(found)
+
+
+def state_of(flags: Flags) -> dict[str, Any]:
+    """A state that has these flags."""
+    return {key: each.made() if isinstance(each, TensorFlag) else each for key, each in flags}
 
 
 def in_table(optimizer: torch.optim.Optimizer) -> UpdateTraits | None:
