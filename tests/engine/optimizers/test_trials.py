@@ -206,6 +206,23 @@ def test_what_goes_element_by_element_is_told_from_what_goes_by_shapes_names_and
     assert all(each.looks_at == "element" for each in found) == expected
 
 
+class Noted(Own):
+    """Descent by the direction alone, where the state says so before the first step."""
+
+    def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
+        return gradient / gradient.norm() if state.get("normed") else gradient
+
+
+@pytest.mark.parametrize("flag", [True, "yes", 1, 0.5, torch.tensor(True), torch.ones(1, dtype=torch.int8)])
+def test_flags_of_every_type_tell_parameters_of_one_group_apart(flag: object) -> None:
+    noted, plain = (nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    optimizer = Noted([noted, plain], {"lr": 0.1})
+    optimizer.state[noted]["normed"] = flag
+    (found,) = traits_of(optimizer, CPU).of_groups
+    assert [each.looks_at for each in found.values()] == ["parameter", "element"]
+    assert optimizer.state[noted] == {"normed": flag}
+
+
 def test_no_long_vector_is_tried_on_what_needs_whole_parameters() -> None:
     longest: list[int] = []
 
