@@ -1,5 +1,6 @@
 """First values for models built without any: the same whoever asks for which of them, and what the modules would do."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from benchmarks.silence import Silence
@@ -237,6 +239,22 @@ def suspicious(module: Any) -> None:
         module.bias.data.zero_()
 
 
+def making(module: Any) -> None:
+    """Makes new parameters after it has filled those that it had."""
+    nn.init.zeros_(module.weight)
+    module.weight = nn.Parameter(torch.randn(6, 6))
+    module.bias = nn.Parameter(torch.empty(6))
+    nn.init.ones_(module.bias)
+
+
+def tying(module: Any) -> None:
+    module.b.weight = module.a.weight
+
+
+def exchanging(module: Any) -> None:
+    module.b = module.a
+
+
 def raising(module: Any) -> None:
     raise OverflowError("too much")
 
@@ -283,10 +301,23 @@ def drawn(name: str, size: int) -> dict[str, torch.Tensor]:
     return initialised(lambda: nn.ModuleDict({name: nn.Linear(size, size)}))
 
 
+def one() -> dict[str, nn.Parameter]:
+    return {"weight": nn.Parameter(torch.empty(6, 6))}
+
+
 KNOWN: dict[str, tuple[Build, Callable[[Any], dict[str, torch.Tensor]]]] = {
     "leaves out what it has done": (
         lambda: Own(suspicious),
         lambda got: {"weight": got["weight"].clone().index_fill(0, torch.arange(3, 6), 2.0), "bias": torch.zeros(6)},
+    ),
+    "makes new parameters": (
+        lambda: Own(making),
+        lambda _: {
+            "weight": initialised(lambda: Own(lambda module: module.weight.data.copy_(torch.randn(6, 6)), **one()))[
+                "weight"
+            ],
+            "bias": torch.ones(6),
+        },
     ),
     "initialises what is in it": (
         scaled,
@@ -315,6 +346,65 @@ def test_initialisers_may_scale_what_they_find_and_reach_into_other_modules(name
     assert_equal(one_by_one(built(build)), expected)
     assert_equal(known(expected), expected)
     assert expected.get("c.weight", torch.ones(1)).abs().max() > 0.5  # more than a linear layer gives itself
+
+
+class Reseeded(TorchDispatchMode):
+    """Each draw begins from the seed of a call and of its own number, as in `Initialisation`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = itertools.count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            key = f"{SEED}  reset_parameters {next(self.draws)}"
+            torch.manual_seed(xxhash.xxh3_64_intdigest(key.encode()))
+        return func(*args, **(kwargs or {}))
+
+
+OF_TORCH: dict[str, Callable[[torch.Tensor], object]] = {
+    **{f"init.{each}": getattr(nn.init, each) for each in dir(nn.init) if each.endswith("_") and each[0] != "_"},
+    "init.constant_": lambda weight: nn.init.constant_(weight, 0.3),
+    "init.dirac_": lambda weight: nn.init.dirac_(weight.view(6, 3, 2)),
+    "init.sparse_": lambda weight: nn.init.sparse_(weight, 0.3),
+    **{
+        f"Tensor.{each}": lambda weight, each=each: getattr(weight.t()[1:], each)(*([0.3] if each[0] in "bg" else []))
+        for each in (
+            "bernoulli_",
+            "cauchy_",
+            "exponential_",
+            "geometric_",
+            "log_normal_",
+            "normal_",
+            "random_",
+            "uniform_",
+        )
+    },
+    "index_fill_": lambda weight: weight.normal_().index_fill_(0, torch.tensor([1, 3]), 2.0),
+    "masked_fill_": lambda weight: weight.normal_().masked_fill_(torch.eye(6, dtype=torch.bool), 2.0),
+    "of its own values": lambda weight: weight.normal_().masked_fill_(weight > 0, 2.0).div_(weight.norm()),
+    "a slice of a view": lambda weight: weight.view(-1)[3:20:2].uniform_(),
+    "diagonal": lambda weight: weight.diagonal().copy_(torch.arange(6.0)),
+    "through data": lambda weight: weight.data[2:4].data.copy_(torch.rand(2, 6)),
+    "chunks": lambda weight: [nn.init.orthogonal_(each) for each in weight.chunk(2)],
+    "permutations": lambda weight: [weight[row].copy_(torch.randperm(6)) for row in range(6)],
+}
+OF_TORCH.pop("init.trunc_normal_")  # one draw, however often it draws
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_initialisers_of_torch_do_to_the_bit_what_they_do_on_memory(name: str) -> None:
+    @torch.no_grad()
+    def fill(module: Any) -> None:
+        module.weight.zero_()
+        module.bias.normal_()  # has no memory where the weight alone is wanted
+        OF_TORCH[name](module.weight)
+
+    plainly = Own(fill)
+    with Reseeded():
+        plainly.reset_parameters()
+    assert_equal(initialised(lambda: Own(fill), SEED), tensors(plainly))
+    assert_equal(one_by_one(built(lambda: Own(fill)), SEED), tensors(plainly))
 
 
 def test_what_has_values_keeps_them() -> None:
@@ -381,6 +471,8 @@ UNFIT: dict[str, Build] = {
     "an initialiser with its own generator": lambda: Own(generated),
     "an initialiser that makes new parameters": lambda: Own(replacing),
     "an initialiser that computes one tensor from another": lambda: Own(taking, a=nn.Linear(4, 4), b=nn.Linear(4, 4)),
+    "an initialiser that ties what was not": lambda: Own(tying, a=nn.Linear(4, 4), b=nn.Linear(4, 4)),
+    "an initialiser that exchanges modules": lambda: Own(exchanging, a=nn.Linear(4, 4), b=nn.Linear(4, 4)),
     "an initialiser that raises": lambda: nn.Sequential(Own(raising)),
     "a plain attribute": with_attribute("table", lambda model: torch.ones(2)),
     "a part of a parameter": with_attribute("head", lambda model: nn.Parameter(model.weight.data[0])),

@@ -227,6 +227,21 @@ class _RunTrace(TorchDispatchMode):
                 self._sources[_storage(each)] = each, sources | self._read_from([each])
         return output
 
+    def take_over(self, target: _TwinTensor) -> None:
+        """Take the values of a tensor that the call has put in the place of one of the twin's."""
+        found: torch.Tensor | None = vars(target.twin)[target.kind].get(target.attribute)
+        if found is None or found is target.installed:
+            return
+        if sources := self._read_from([found]):
+            raise RuntimeError(
+                f"it puts {next(iter(sources)).name!r}, or what it computes of it, in the place of {target.name!r}"
+            )
+        if found.is_meta or found.shape != target.empty.shape or found.dtype != target.empty.dtype:
+            raise RuntimeError(f"it puts a tensor without values, or of another kind, in the place of {target.name!r}")
+        if not target.installed.is_meta:
+            target.installed.detach().copy_(found.detach())
+        self.writes[target] = True
+
     def _read_from(self, tensors: Iterable[torch.Tensor]) -> set[_TwinTensor]:
         """The tensors of the twin whose values these are, or are computed from."""
         found: set[_TwinTensor] = set()
@@ -358,10 +373,17 @@ class Initialisation:
     def _run(self, initialiser: _Initialiser) -> dict[_TwinTensor, bool]:
         """Make a call, and give what it writes."""
         trace = _RunTrace(initialiser.key, self._seed, self._held)
-        put_back = kept_attributes([initialiser.module], contents=True)
+        modules = list(initialiser.module.modules())
+        children = [dict(module._modules) for module in modules]
+        put_back = kept_attributes(modules, contents=True)
         try:
             with trace.following():
                 initialiser.call()
+            for module, before in zip(modules, children, strict=True):
+                if replaced := [name for name, child in before.items() if module._modules.get(name) is not child]:
+                    raise RuntimeError(f"it puts another module in the place of {replaced[0]!r}")
+            for target in (target for module in modules for target in self._inside.get(module, ())):
+                trace.take_over(target)
         finally:  # a method may have noted that it need not run again, or have made new parameters
             put_back()
         return trace.writes
