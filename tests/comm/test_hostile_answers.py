@@ -33,6 +33,7 @@ from shardwise.engine.step.loss_entries import rows_in
 from shardwise.engine.step.reports import RankTimes
 from shardwise.engine.telemetry.rank_times import packed, rank_times
 from shardwise.errors import PeerError, ShardwiseError
+from shardwise.moving.nested_exchange import packed as nested
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.space import Piece
 from tests.comm.hostile import mutated
@@ -208,6 +209,13 @@ def hostile(num_rounds: int) -> None:
 @pytest.mark.parametrize("num_rounds", [150, pytest.param(10_000, marks=pytest.mark.stress)])
 def test_random_and_mutated_answers_end_in_errors_of_shardwise(num_rounds: int) -> None:
     hostile(num_rounds)
+
+
+@pytest.mark.parametrize("total", [[torch.ones(2)], 5, "x", None])
+def test_a_state_of_a_metric_that_is_of_another_kind_is_refused(total: object) -> None:
+    given = nested([[3.0, 1.0], [[1, {"total": total, "seen": []}]]], "states")
+    with pytest.raises(PeerError, match="rank 1 gave"):
+        counted().results(RankValues.of([counted().packed()[1], given]), [0, 1])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ knows afterwards     who holds what, under which names
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.state_pieces import Held, merge_ties
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, understood
+from shardwise.comm.agreement import json_as, understood
 from shardwise.moving.piece_exchange import pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name, plain_names
 from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Checked
 from shardwise.space import Piece
+
+_FACTS = tuple[dict[str, str], list[str], bool, dict[str, Any]]
+"""Ties, names in order, whether they are those of a module, and the layout."""
 
 _NOTHING = pack_pieces([])
 """What a rank without pieces tells of them."""
@@ -81,7 +85,7 @@ class RankFacts:
     @classmethod
     def of(cls, pieces: Sequence[bytes], facts: Sequence[bytes], *, purpose: str) -> "RankFacts":
         """pieces, facts: the texts of `facts_of` of all ranks."""
-        known = understood(facts, a_list, purpose=purpose)
+        known = understood(facts, cache(json_as(_FACTS)), purpose=purpose)
         # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
         order = list(dict.fromkeys(name for _, names, _, _ in known for name in names))
         # A rank that holds nothing knows no mesh.

@@ -9,6 +9,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ from shardwise.checkpoint.states import (
 from shardwise.checkpoint.stores import Address, Store
 from shardwise.checkpoint.windows import ReadTarget, is_in_strips
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_pair, agreed, understood
+from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError, MismatchError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
@@ -255,9 +256,9 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None, dat
         agreement.value = given.encode()
     texts = agreement.values
     if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        one, other = (each.decode(errors="replace") for each in (texts[0], texts[different[0]]))
         raise MismatchError(
-            f"rank {different[0]} loads with {texts[different[0]].decode()}, but rank 0 with {texts[0].decode()}; make "
-            "the same call on all ranks"
+            f"rank {different[0]} loads with {other}, but rank 0 with {one}; make the same call on all ranks"
         )
 
 
@@ -379,8 +380,12 @@ def _in_strips(
     # All decide alike: otherwise some would wait for rounds that others do not make.
     purpose = "which ranks read thin strips"
     answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose=purpose)
-    thin_of, exact_of = zip(*understood(answers, a_pair, purpose=purpose), strict=True)
+    thin_of, exact_of = zip(*understood(answers, json_as(tuple[bool, bool]), purpose=purpose), strict=True)
     return any(thin_of) and all(exact_of)
+
+
+_facts_in = json_as(tuple[dict[str, str], list[str]])
+"""Ties of a target, and names that it accounts for."""
 
 
 def _settle(
@@ -405,16 +410,16 @@ def _settle(
     wanted = [pieces_of[text] for text in texts]
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
-    known = [json.loads(text) for text in dict.fromkeys(facts_of)]
-    aliases = {alias: name for ties, _ in known for alias, name in ties.items()}
-    accounted = {name for _, names in known for name in names}
+    ties_of, names_of = zip(*understood_once(facts_of, _facts_in, purpose="ties of the target"), strict=True)
+    aliases = dict(chain.from_iterable(map(dict[str, str].items, ties_of)))
     unplaced: list[str] = []
     if view is not None:
         unplaced = without_place(view, {kind.name for kind in kinds} | aliases.keys())
         kinds = {kind: None for kind in kinds if not view.keeps(kind.name)}
+    accounted = frozenset[str]().union(*names_of)
     found = match(kinds, contents, aliases=aliases, accounted=accounted, rewritten=view is not None)
     found.unexpected.extend(unplaced)
-    unfit = dict.fromkeys(each for text in dict.fromkeys(misfits_of) for each in json.loads(text))
+    unfit = dict.fromkeys(chain.from_iterable(understood_once(misfits_of, texts_in, purpose="findings of the target")))
     if view is not None and isinstance(state, Restorable):
         unfit |= dict.fromkeys(view.findings)
     findings = list(found.misfits)

@@ -36,7 +36,7 @@ from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, targets_of_scales
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_table, agreed, json_as, understood_once
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
@@ -106,7 +106,8 @@ class StateRewriting:
         numbers = {name for group in checked.agree for name in group}
         mine = {piece.name: value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
         new_texts, values_of = self._gathering.gather(channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()])
-        values = {name: value for each in dict.fromkeys(values_of) for name, value in json.loads(each).items()}
+        tables = understood_once(values_of, a_table, purpose="numbers that a rewrite joins")
+        values = {name: value for each in tables for name, value in each.items()}
         if findings := differences(checked.agree, values):
             raise CheckpointError(*findings, about="the state does not fit the rewrite")
         return RewrittenState(
@@ -125,7 +126,7 @@ class StateRewriting:
         key = (list(texts), list(map(dict, ties)), layout, list(order))
         # A trainer saves the same state again and again: only numbers, such as the step, are looked at anew.
         if self._found is None or key != self._key:
-            pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
+            pieces_of = unpack_alike(texts, texts[channel.rank], unpack_pieces(texts[channel.rank]))
             aliases = merge_ties(ties, [pieces_of[text] for text in texts])
             pieces_of = {
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
@@ -203,7 +204,8 @@ class _Live:
             text = pack_pieces(pieces)
             gathered.own = [text, json.dumps(facts).encode()]
         pieces_of = unpack_alike(gathered.texts[0], text, pieces)
-        known = [json.loads(each) for each in dict.fromkeys(gathered.texts[1])]
+        form = json_as(tuple[dict[str, str], bool, int | None])
+        known = understood_once(gathered.texts[1], form, purpose="ties of the target of a rewrite")
         degrees = {num_ranks for _, _, num_ranks in known}
         metas = metas_of_pieces(
             chain.from_iterable(pieces_of.values()), num_ranks=degrees.pop() if len(degrees) == 1 else None

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, get_args
 
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
@@ -26,14 +27,14 @@ from shardwise.checkpoint.state_pieces import Held, KnownDTensors, hold, merge_t
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, understood
+from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, tables_of, unpack_pieces
+from shardwise.moving.piece_exchange import Gathering, merged_settings, pack_pieces, unpack_pieces
 from shardwise.moving.replica_samples import samples_of
 from shardwise.plan import Plan
-from shardwise.plan.saved_settings import merge_apart, settings_apart
+from shardwise.plan.saved_settings import settings_apart
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
@@ -328,9 +329,9 @@ def prepare(
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
     (attempt,) = understood(gathered.values[:1], Attempt.unpack, purpose="place of a save")
-    ties = tables_of(aliases_of_all, purpose=_FACTS)
+    ties = understood(aliases_of_all, cache(json_as(dict[str, str])), purpose=_FACTS)
     # Ranks know different settings, such as the optimizers of their own stage.
-    settings = merge_apart([tables_of(each, purpose=_FACTS) for each in settings_of_all])
+    settings = merged_settings(settings_of_all, purpose=_FACTS)
     became = None
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, layout_of(settings))

@@ -1,7 +1,7 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,8 +14,8 @@ from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.comm.agreement import agreed, understood
+from shardwise.errors import CheckpointError, PeerError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
 T = TypeVar("T")
@@ -116,15 +116,16 @@ def _agree_on_contents(
             if channel.rank == 0:
                 contents = read_contents(store, step=step)
                 agreement.value = _pack(contents) if channel.size > 1 else b""
-        return contents if contents is not None else _unpack(agreement.values[0]), frozenset(range(channel.size))
+        return contents or _understood(agreement.values, 0), frozenset(range(channel.size))
     refusal: ShardwiseError | None = None
     try:
         contents = read_contents(store, step=step)
     except ShardwiseError as error:  # this rank goes on where another one sees the checkpoint
         refusal = error
     mine = "" if contents is None else f"{_digest(contents)} {contents.location}"
-    answers = channel.exchange(mine.encode(), purpose="which ranks see the checkpoint")
-    seen = {rank: each.decode().split(" ", 1) for rank, each in enumerate(answers) if each}
+    purpose = "which ranks see the checkpoint"
+    answers = understood(channel.exchange(mine.encode(), purpose=purpose), _sight_in, purpose=purpose)
+    seen = {rank: each for rank, each in enumerate(answers) if each is not None}
     if not seen and refusal is not None:
         with agreed(channel, purpose="verdict on the checkpoint"):
             raise refusal
@@ -139,7 +140,22 @@ def _agree_on_contents(
     text = b"" if contents is None or channel.rank != first else _pack(contents)
     texts = channel.exchange(text, purpose="contents of the checkpoint")
     # The words of one rank for all, also where others know it under another path.
-    return contents if contents is not None and channel.rank == first else _unpack(texts[first]), frozenset(seen)
+    return contents if contents is not None and channel.rank == first else _understood(texts, first), frozenset(seen)
+
+
+def _sight_in(answer: bytes) -> tuple[str, str] | None:
+    if not answer:
+        return None
+    digest, place = answer.decode().split(" ", 1)
+    return digest, place
+
+
+def _understood(texts: Sequence[bytes], rank: int) -> Contents:
+    """What one rank has read."""
+    read = understood(texts, lambda each: _unpack(each) if each else None, purpose="contents of the checkpoint")[rank]
+    if read is None:
+        raise PeerError(f"rank {rank} gave no contents of the checkpoint", rank=rank, operation="exchange")
+    return read
 
 
 def _digest(contents: Contents) -> str:

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.states import State, Stateful
 from shardwise.comm import Channel
+from shardwise.comm.agreement import texts_in, understood_once
 from shardwise.comm.local_tensors import (
     dtype_name,
     extent,
@@ -333,7 +334,7 @@ def _probe() -> Iterator[Callable[[int], bool]]:
 def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:
     """The findings of all ranks, each once, the same on every rank."""
     (texts,) = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
-    return list(dict.fromkeys(each for text in dict.fromkeys(texts) for each in json.loads(text)))
+    return list(dict.fromkeys(chain.from_iterable(understood_once(texts, texts_in, purpose=purpose))))
 
 
 def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from shardwise.checkpoint.stream_digests import (
     tell,
 )
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, aborting, agreed, understood
+from shardwise.comm.agreement import aborting, agreed, json_as, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.copies import fill, part_of
@@ -128,6 +129,7 @@ def stream(
 
 
 _DIGEST_BYTES = 16
+_CERTIFICATE = tuple[int, int, int, int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +285,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
         batches=placed(deliveries.batches(in_order=False)),
         needed_bytes=plan.needed_bytes(),
         casts=tuple(f"{held} -> {wanted}" for held, wanted in plan.casts()),
-        casts_in_rewrite=any(each[0] for each in agreement.values),
+        casts_in_rewrite=any(each.startswith(b"\1") for each in agreement.values),
         unwanted=tuple(known.plain.get(name, name) for name in in_order if name in unwanted),
     )
     return layouts, layouts.renamed(known.held)
@@ -291,7 +293,8 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
 
 def _one_rewrite(channel: Channel, requests: Sequence[bytes], own: Rewrite | None) -> Rewrite | None:
     """The rewrite of the ranks that give one. Raises the same error on all ranks where they differ."""
-    asked = understood(requests, a_list, purpose=_PURPOSE)
+    form = cache(json_as(tuple[bool, dict[str, Any] | None]))
+    asked = understood(requests, form, purpose=_PURPOSE)
     records: dict[str, int] = {}
     for rank, (is_source, record) in enumerate(asked):
         if is_source or record is not None:
@@ -303,8 +306,8 @@ def _one_rewrite(channel: Channel, requests: Sequence[bytes], own: Rewrite | Non
             "all ranks that have a source"
         )
     with agreed(channel, purpose="rewrite of a stream"):
-        record = json.loads(next(iter(records), "null"))
-        return own if own is not None or record is None else Rewrite.from_record(record)
+        made = cache(lambda each: None if (record := form(each)[1]) is None else Rewrite.from_record(record))
+        return own or next(filter(None, understood(requests, made, purpose=_PURPOSE)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +353,8 @@ class _StreamCall:
             skipped -= self._arriving_bytes(each for batch in moving for each in batch)
             digest = xxhash.xxh3_128_hexdigest(b"".join(taken[ends] for ends in sorted(taken)))
             agreement.value = json.dumps([*told, skipped, digest]).encode()
-        ranks = list(zip(*understood(agreement.values, a_list, purpose="certificate of a stream"), strict=True))
+        told_of = understood(agreement.values, json_as(_CERTIFICATE), purpose="certificate of a stream")
+        ranks = list(zip(*told_of, strict=True))
         return StreamReport(
             sent_bytes=sum(ranks[0]),
             needed_bytes=self.layouts.needed_bytes,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.exit_verdicts import FAILED, errors_in_words, launched, place_here, set_threads
+from shardwise.comm.agreement import understood
 from shardwise.errors import in_words
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     try:
         # Rank 0 makes the folder and the others learn its name: two names would be two folders on a shared disk.
         made = _made_folder(config.output) if notes is None and channel.rank == 0 else ""
-        name = channel.exchange(made.encode(), purpose="a fresh folder for the verification")[0].decode()
+        purpose = "a fresh folder for the verification"
+        (name,) = understood(channel.exchange(made.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
         folder = notes if notes is not None else config.output / name
         program = _program(config, steps)
         program.check()

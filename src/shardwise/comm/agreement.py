@@ -13,8 +13,10 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain, pairwise, repeat
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 import torch
 import xxhash
@@ -35,6 +37,8 @@ from shardwise.errors import (
 )
 
 T = TypeVar("T")
+
+_LARGEST_NUMBER = 1 << 63
 
 
 @dataclass(slots=True)
@@ -79,6 +83,11 @@ def understood_runs(answers: Sequence[bytes], parse: Callable[[bytes], T], *, pu
     return found
 
 
+def understood_once(texts: Sequence[bytes], parse: Callable[[bytes], T], *, purpose: str) -> list[T]:
+    """As `understood`, but what several ranks gave alike is read and is there once, at the place of the first."""
+    return [*dict(zip(texts, understood(texts, cache(parse), purpose=purpose), strict=True)).values()]
+
+
 def exchange_parts(channel: Channel, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
     """Give every rank some values of any length, and get those of all, by parts. Each rank gives as many.
 
@@ -120,6 +129,39 @@ def a_table(answer: bytes) -> dict[str, Any]:
 def texts_in(answer: bytes) -> list[str]:
     """For `understood`: a list of texts in JSON."""
     return [_of_kind(each, str) for each in a_list(answer)]
+
+
+def json_as(form: Any) -> Callable[[bytes], Any]:
+    """For `understood`: a value in JSON of a form, such as `list[tuple[str, int]]`.
+
+    form: of bool, int, float and str, `None`, lists, dicts, and tuples, which are lists of so many.
+    """
+    return lambda answer: of_form(json.loads(answer), form)
+
+
+def of_form(value: Any, form: Any) -> Any:
+    """A value of JSON, for a parser of `understood`. Raises TypeError or ValueError where it has another form.
+
+    Numbers may be whole where `form` is float.
+    """
+    origin, inner = get_origin(form), get_args(form)
+    if form is Any:
+        return value
+    if origin is UnionType:
+        return None if value is None else of_form(value, next(each for each in inner if each is not NoneType))
+    if origin is tuple:
+        pairs = zip(_of_kind(value, list), inner, strict=True)
+        return tuple(of_form(each, part) for each, part in pairs)
+    if origin is list:
+        return [of_form(each, *inner) for each in _of_kind(value, list)]
+    if origin is dict:
+        return {key: of_form(each, inner[1]) for key, each in _of_kind(value, dict).items()}
+    if form is float:
+        float(value if type(value) is int else _of_kind(value, float))  # there may be no float of it
+        return value
+    if type(value) is not form or (form is int and abs(value) >= _LARGEST_NUMBER):
+        raise TypeError(f"{value!r:.60} instead of a {form.__name__}")
+    return value
 
 
 def _of_kind(value: Any, kind: type[T]) -> T:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import a_list, aborting, agreed, understood
+from shardwise.comm.agreement import aborting, agreed, texts_in, understood
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward.packed_tensors import all_carried
 from shardwise.engine.model.rank_parts import ModelNames
@@ -83,7 +83,7 @@ def _on_rank_0(
             if engine.channel.rank == 0:
                 names = sorted({name for each in chosen for name in _read_by_peft(model, each)})
         answers = engine.channel.exchange(json.dumps(names).encode(), purpose=f"tensors of {doing}")
-        (names,) = understood(answers[:1], a_list, purpose=f"tensors of {doing}")
+        (names,) = understood(answers[:1], texts_in, purpose=f"tensors of {doing}")
         with engine.whole(optimizer=False, rank0_only=True, only=names):
             if engine.channel.rank == 0:
                 try:

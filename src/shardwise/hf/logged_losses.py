@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 import torch
 
+from shardwise.comm.agreement import json_as, understood
 from shardwise.engine import StepReport
 from shardwise.trainers.data_ranks import DataRanks
 
@@ -37,9 +38,10 @@ class StepToLog:
         if math.isfinite(loss) or self.num_microbatches == 1:
             return [loss]
         own = [each.item() for each in self.of_microbatches]
-        told = ranks.world.exchange(json.dumps(own).encode(), purpose="losses of microbatches")
+        purpose = "losses of microbatches"
+        told = ranks.world.exchange(json.dumps(own).encode(), purpose=purpose)
         by_rank: dict[int, list[float]] = {}
-        for rank, losses in enumerate(map(json.loads, told)):
+        for rank, losses in enumerate(understood(told, json_as(list[float]), purpose=purpose)):
             known = by_rank.setdefault(ranks.data_rank_of(rank), [0.0] * len(losses))
             known[:] = [one or other for one, other in zip(known, losses, strict=True)]
         rounds = zip_longest(*(by_rank[rank] for rank in sorted(by_rank)))

@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import rotate_checkpoints
 
 from shardwise.checkpoint import load, save
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import agreed, understood
 from shardwise.engine.step.loss_scaling import GROWTH_INTERVAL
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.hf.checkpoint_folders import (
@@ -164,7 +164,7 @@ class TrainerCheckpoints:
                 )
         if asked is not True:
             return str(os.fspath(asked))
-        name = bytes(agreement.values[0]).decode()
+        (name,) = understood(agreement.values[:1], _name_in, purpose="verdict on the checkpoint to resume from")
         return os.path.join(str(self.args.output_dir), name)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
@@ -238,3 +238,11 @@ class TrainerCheckpoints:
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
         """Nothing: the scale of losses comes with the state of the optimizer."""
+
+
+def _name_in(answer: bytes) -> str:
+    """The name of a folder."""
+    name = answer.decode()
+    if name and Path(name).name != name:
+        raise ValueError(f"{name!r} is no name")
+    return name

@@ -14,7 +14,7 @@ from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import Writer
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.engine import Engine
 from shardwise.engine.model.state_of_all import sources_of
 from shardwise.errors import CheckpointError
@@ -46,8 +46,9 @@ class _WriteVerdict:
                 raise self.failure
             if self._channel.rank == 0:
                 agreement.value = json.dumps(own).encode()
-        names: list[str] | None = json.loads(bytes(agreement.values[0]))
-        return names
+        form = json_as(list[str] | None)
+        (names,) = understood(agreement.values[:1], form, purpose=f"verdict on {self._what}")
+        return names  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def _header(value: Any, tensors: list[torch.Tensor], purpose: str) -> bytes:
             return part
         if isinstance(part, int) and abs(part) < _LARGEST_NUMBER:
             return int(part)
-        if isinstance(part, torch.Tensor) and _is_plain(part):
+        if isinstance(part, torch.Tensor) and is_plain(part):
             tensors.append(part.detach())
             return ["tensor", dtype_name(part.dtype), list(part.shape)]
         if type(part) in (list, tuple):
@@ -129,7 +129,7 @@ def _why_not(part: Any) -> str:
     return f"is of type {type(part).__name__}"
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is a plain tensor with memory for its elements."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
     return (

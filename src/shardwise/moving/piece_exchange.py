@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -22,10 +23,11 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_pair, a_table, agreed, compare, texts_in, understood
+from shardwise.comm.agreement import a_table, agreed, compare, json_as, of_form, texts_in, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
+from shardwise.plan.saved_settings import merge_apart
 from shardwise.routes.holders import holders_by_tensor, shared_pieces
 from shardwise.routes.reshard import plan_reshard
 from shardwise.routes.reshard_plan import ReshardPlan
@@ -111,14 +113,19 @@ def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
 
 def tables_of(texts: Sequence[bytes], *, purpose: str) -> list[dict[str, Any]]:
     """What the texts of all ranks say, each an object in JSON; those with the same text share one."""
-    known: dict[bytes, dict[str, Any]] = {}
+    return understood(texts, cache(a_table), purpose=purpose)
 
-    def table(text: bytes) -> dict[str, Any]:
-        if text not in known:
-            known[text] = a_table(text)
-        return known[text]
 
-    return understood(texts, table, purpose=purpose)
+def merged_settings(texts: Sequence[Sequence[bytes]], *, purpose: str) -> dict[str, Any]:
+    """What `merge_apart` makes of the settings of all ranks, from the texts of each part of them."""
+    return merge_apart([understood(each, cache(_settings_in), purpose=purpose) for each in texts])
+
+
+def _settings_in(text: bytes) -> dict[str, Any]:
+    settings = a_table(text)
+    for each in of_form(settings.get("optimizers", []), list[dict[str, Any]]):
+        of_form(each.get("groups"), list[dict[str, Any]] | None)
+    return settings
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> bytes:
@@ -145,14 +152,8 @@ def unpack_pieces(text: bytes) -> list[Piece]:
 
 def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
     """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
-    pieces = {text: own}
-
-    def unpack(each: bytes) -> None:
-        if each not in pieces:
-            pieces[each] = unpack_pieces(each)
-
-    understood(texts, unpack, purpose="pieces of tensors")
-    return {each: pieces[each] for each in dict.fromkeys(texts)}
+    unpack = cache(lambda each: own if each == text else unpack_pieces(each))
+    return dict(zip(texts, understood(texts, unpack, purpose="pieces of tensors"), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +190,14 @@ def consent(
         if refusal is not None:
             raise refusal
         gathered.own, gathered.value = texts, json.dumps([options, word]).encode()
-    asked = understood(gathered.values, a_pair, purpose="pieces to reshard")
+    asked = understood(gathered.values, json_as(tuple[dict[str, Any], str]), purpose="pieces to reshard")
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
             raise MismatchError(
                 f"rank {rank} reshards with {theirs}, but rank 0 with {asked[0][0]}; make the same call on all ranks"
             )
-    pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
-    held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
+    unpack = cache(unpack_pieces)
+    held, wanted = (understood(each, unpack, purpose="pieces to reshard") for each in gathered.texts)
     plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast, replicas=replicas)
     return Consent(
         plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]

@@ -151,7 +151,12 @@ def settings_apart(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def merge_apart(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """As `merge_settings`, from what all ranks have of each part."""
     merged, named = map(merge_settings, parts)
-    pairs = zip(merged.get("optimizers", ()), named.get("optimizers", ()), strict=True)
+    ones, others = (each.get("optimizers", ()) for each in (merged, named))
+    if len(ones) != len(others):
+        raise MismatchError(
+            f"ranks have {len(ones)} optimizers, and groups of {len(others)}; give the same optimizers on all ranks"
+        )
+    pairs = zip(ones, others, strict=True)
     return merged | ({"optimizers": [{**one, **other} for one, other in pairs]} if named else {})
 
 

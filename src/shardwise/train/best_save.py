@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint import load
 from shardwise.checkpoint import open as look_into
-from shardwise.comm.agreement import a_table, agreed, understood
+from shardwise.comm.agreement import a_table, agreed, of_form, understood
 from shardwise.errors import ConfigError
 from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
 from shardwise.train.checkpointing import listing_at
@@ -89,7 +89,7 @@ class BestSave(Callback):
         with agreed(loop.engine.channel, purpose=purpose, only=0) as agreement:
             if loop.is_first:
                 agreement.value = json.dumps(self._read()).encode()
-        (found,) = understood(agreement.values[:1], a_table, purpose=purpose)
+        (found,) = understood(agreement.values[:1], _best_in, purpose=purpose)
         return found
 
     def _read(self) -> dict[str, Any]:
@@ -103,3 +103,10 @@ class BestSave(Callback):
                 "go; give another path"
             )
         return {**catalogue.extra[_KEY], "step": catalogue.step}
+
+
+def _best_in(answer: bytes) -> dict[str, Any]:
+    found = a_table(answer)
+    if found:
+        of_form([found["value"], found["step"]], tuple[float, int])
+    return found

@@ -20,7 +20,7 @@ from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.saves import Listing, list_saves, read_head
 from shardwise.checkpoint.states import CURSOR_KEY
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_pair, a_table, agreed, understood
+from shardwise.comm.agreement import a_table, agreed, json_as, of_form, understood
 from shardwise.engine import Engine
 from shardwise.engine.step.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
@@ -126,7 +126,7 @@ class RunKeeper(Callback):
         purpose = "time and callbacks of a save"
         with agreed(self._channel, purpose=purpose) as agreement:
             agreement.value = json.dumps([loop.position.elapsed_s, loop.state_dict()]).encode()
-        ((elapsed_s, states),) = understood(agreement.values[:1], a_pair, purpose=purpose)
+        ((elapsed_s, states),) = understood(agreement.values[:1], json_as(tuple[float, Any]), purpose=purpose)
         random = RandomStates.gathered(self._channel, self._mesh)
         # Clocks differ between ranks, and what callbacks have noted may: rank 0 decides.
         at = replace(loop.position, elapsed_s=elapsed_s)
@@ -215,8 +215,18 @@ def find_start(config: RunConfig, resume: str | None, channel: Channel, *, repli
             agreement.value = json.dumps(asdict(found)).encode()
     if replicas is not None and resume != AUTO:
         replicas.forget()
-    (start,) = understood(agreement.values[:1], lambda answer: Start(**a_table(answer)), purpose=purpose)
+    (start,) = understood(agreement.values[:1], _start_in, purpose=purpose)
     return replace(start, replica=replica)
+
+
+def _start_in(answer: bytes) -> Start:
+    start = Start(**a_table(answer))
+    of_form(
+        [start.extra, start.address, start.plan, start.older, start.words], tuple[dict[str, Any], str, str, str, str]
+    )
+    if start.replica is not None:
+        raise TypeError("a replica")
+    return start
 
 
 def settings_of(engine: Engine) -> Settings:

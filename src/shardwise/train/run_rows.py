@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import understood
+from shardwise.comm.agreement import json_as, understood
 from shardwise.data.row_sources import TensorRows, as_opened, has_items
 from shardwise.errors import ConfigError, DataError, ShardwiseError, in_words
 from shardwise.train.config import RunConfig
@@ -33,6 +33,11 @@ from shardwise.train.run_tokenizer import RunTokenizer, tokenizer_of
 
 Collator = Callable[[list[Any]], Any]
 """f(samples) -> a batch."""
+
+_SHARE = tuple[list[tuple[int, str]], int] | None
+_TOLD = tuple[tuple[_SHARE, _SHARE], list[str]]
+"""Of what a rank has seen: for the rows of training and those held out the first problems, and how many there are; and
+the columns with fractions."""
 
 _SHOWN = 3
 """Bad lines that are named."""
@@ -74,7 +79,7 @@ class RunRows:
 
     def take(self, told: Sequence[bytes], data: DataTable) -> None:
         """Take what all ranks have seen. Raises DataError with the first bad lines, the same on all ranks."""
-        found = understood(told, json.loads, purpose="rows of JSON")
+        found = understood(told, json_as(_TOLD), purpose="rows of JSON")
         self.encoder.fractions.update(name for _, fractions in found for name in fractions)
         for at, key in enumerate(("source", "source" if data.held_out_source is None else "held_out_source")):
             shares = [problems[at] for problems, _ in found if problems[at] is not None]

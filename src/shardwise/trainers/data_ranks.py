@@ -10,11 +10,19 @@ import numpy as np
 import torch
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import a_table, json_as, understood
 from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.step.channels import DATA_AXES
 from shardwise.errors import BatchError, MismatchError
 from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan
+
+
+def _numbers_in(answer: bytes) -> dict[str, Any]:
+    numbers = a_table(answer)
+    if not all(isinstance(each, int | float) for each in numbers.values()):
+        raise TypeError("no numbers")
+    return numbers
 
 
 class DataRanks:
@@ -42,24 +50,28 @@ class DataRanks:
         if self.channel is None:
             return list(numbers)
         told = self.channel.exchange(json.dumps(list(numbers)).encode(), purpose=purpose)
-        return [sum(each) for each in zip(*map(json.loads, told), strict=True)]
+        form = json_as(tuple[(float,) * len(numbers)])  # type: ignore[misc]
+        return [sum(each) for each in zip(*understood(told, form, purpose=purpose), strict=True)]
 
     def take_numbers(self, metrics: dict[str, Any]) -> None:
         """Give every rank the numbers of rank 0; those that it counted may differ."""
         if self.world.size == 1:
             return
         own = {name: each for name, each in metrics.items() if isinstance(each, Real)} if self.world.rank == 0 else {}
-        told = self.world.exchange(json.dumps(own, default=float).encode(), purpose="metrics of an evaluation")
+        purpose = "metrics of an evaluation"
+        told = self.world.exchange(json.dumps(own, default=float).encode(), purpose=purpose)
+        (numbers,) = understood(told[:1], _numbers_in, purpose=purpose)
         if self.world.rank:
-            metrics.update(json.loads(bytes(told[0])))
+            metrics.update(numbers)
 
     def check_alike(self, own: torch.Tensor) -> None:
         """Raise MismatchError, the same on all of them, where ranks along tp computed different tensors."""
         if self._copies is None:
             return
         values = own.detach().to("cpu", torch.float64).reshape(-1)
-        told = self._copies.exchange(values.numpy().tobytes(), purpose="what a loss gathers, along tp")
-        first, *others = (np.frombuffer(each) for each in told)
+        purpose = "what a loss gathers, along tp"
+        told = self._copies.exchange(values.numpy().tobytes(), purpose=purpose)
+        first, *others = understood(told, np.frombuffer, purpose=purpose)
         # Near: a small model that knows nothing has nearly the entropy of its part of the vocabulary everywhere.
         if all(each.shape == first.shape and np.allclose(each, first, rtol=1e-5, equal_nan=True) for each in others):
             return

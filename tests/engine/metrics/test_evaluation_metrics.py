@@ -184,6 +184,29 @@ class NoTensors(torchmetrics.Metric):
         return len(self.seen)
 
 
+class Shaped(torchmetrics.Metric):
+    """Keeps the sum over rows of whatever it gets, in the shape that it has."""
+
+    sums: torch.Tensor
+
+    def __init__(self, *, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(()), dist_reduce_fx="sum")
+        self.is_sparse = is_sparse
+
+    def update(self, preds: torch.Tensor, *_: Any) -> None:
+        self.sums = preds.sum(0).to_sparse() if self.is_sparse else preds.flatten()
+
+    def compute(self) -> torch.Tensor:
+        return self.sums.sum()
+
+
+def shaped(channel: sw.Channel) -> None:
+    """Ranks have other rows."""
+    engine = begun(channel, classifier, BOTH, loss=pair_loss)
+    engine.evaluate(scores(0, 2 + channel.rank), metrics={"a": Shaped()})
+
+
 def asked(metrics: dict[int, Any], batch: Any = None) -> None:
     """What both of two ranks say, which ask for "b" where nothing else is said; they go on."""
 
@@ -216,6 +239,8 @@ REFUSED = Refusals(
         "an empty tensor": lambda: uncounted(lambda *_: torch.ones(0)),
         "a text": lambda: uncounted(lambda *_: "x"),
         "a state of texts": lambda: uncounted(NoTensors(), (torch.ones(2, 4), torch.ones(2))),
+        "a sparse state": lambda: uncounted(Shaped(is_sparse=True), (torch.ones(2, 4), torch.ones(2))),
+        "a state of other shapes on ranks": lambda: sw.simulate(2, shaped),
         "unequal rows": lambda: uncounted(lambda *_: 1.0, UNEQUAL),
     },
     kind=(MetricError, MismatchError, BatchError),

@@ -10,7 +10,7 @@ Modules save by what is trained: below it, nothing. So the first step that train
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
-from shardwise.comm.agreement import a_table, understood
+from shardwise.comm.agreement import a_table, of_form, understood
 from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter
 from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
@@ -180,9 +180,16 @@ def _bytes_of(measured: Measured) -> int:
 
 
 def _measured_in(answer: bytes) -> Measured:
-    table: Mapping[str, Any] = a_table(answer)
+    table = a_table(answer)
     calls = tuple(MeasuredCall(**{**each, "choices": tuple(each["choices"])}) for each in table["calls"])
-    return Measured(**{**table, "calls": calls})
+    found = Measured(**{**table, "calls": calls})
+    for each in calls:
+        (module, *numbers), choices = dataclasses.astuple(each)[:-1], each.choices
+        of_form([module, numbers], tuple[str, list[float]])
+        if not {*choices} <= {*get_args(Choice)}:
+            raise ValueError(f"choices {choices}")
+    of_form([found.after_bytes, found.in_flight, found.bytes_per_second], tuple[int, int, float | None])
+    return found
 
 
 def _speed_of_copies(device: torch.device) -> float:

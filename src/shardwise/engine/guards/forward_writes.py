@@ -13,6 +13,7 @@ device running statistics count as changed while their layers train, and content
 """
 
 import json
+import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -161,9 +162,10 @@ class ModelBuffers:
         self._is_alone = everyone.size * pipeline.size == 1
         self._known = [self._know(at) for at in range(len(self._places))]
         self._is_held = [known.tensor is not None and not known.tensor.is_meta for known in self._known]
-        answers = [bytes(self._is_held)]
+        answers, purpose = [bytes(self._is_held)], "buffers of stages"
         if pipeline.size > 1:
-            answers = pipeline.exchange(answers[0], purpose="buffers of stages")
+            of_stages = struct.Struct(f"{len(self._is_held)}?")
+            answers = understood(pipeline.exchange(answers[0], purpose=purpose), of_stages.unpack, purpose=purpose)
         self._is_shared = [sum(held) > 1 for held in zip(*answers, strict=True)]
 
     def changed(self, *, reads_device: bool = True) -> list[bool]:

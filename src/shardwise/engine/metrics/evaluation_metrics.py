@@ -29,7 +29,7 @@ from shardwise.engine.forward.batches import Microbatch, count_rows
 from shardwise.engine.step.edges import Metric
 from shardwise.engine.step.evaluation import PURPOSE
 from shardwise.errors import MetricError
-from shardwise.moving.nested_exchange import packed, unpacked
+from shardwise.moving.nested_exchange import is_plain, packed, unpacked
 
 
 class EvaluationMetrics:
@@ -172,6 +172,10 @@ class _MergedMetric:
                 f"the metric {name!r} is a {type(metric).__name__} without states that ranks can bring together; give "
                 "a torchmetrics object, or f(output, batch) -> tensor"
             )
+        self._lists = [
+            {key for key in part._reductions if isinstance(getattr(part, key), list)} for part in self._parts
+        ]
+        """States that begin as lists; some metrics make a tensor of one."""
         self._num_updates = 0
         self._are_around = [len(list(filter(_has_states, _within(each)))) > 1 for each in self._parts]
         """Which have others inside: wrappers of torchmetrics do not count their updates, and may have states."""
@@ -219,7 +223,7 @@ class _MergedMetric:
             for key, state in states.items():
                 if not _is_state(state):
                     raise MetricError(
-                        f"the metric {self._name!r} has a state {key!r} that is no tensor and no list of tensors; "
+                        f"the metric {self._name!r} has a state {key!r} that is no dense tensor and no list of them; "
                         "ranks cannot bring it together. Give f(output, batch) -> tensor"
                     )
             held.append([count, states])
@@ -227,10 +231,12 @@ class _MergedMetric:
 
     def read(self, given: Any) -> _MetricStates:
         """What a rank has counted. Raises TypeError or ValueError for anything else."""
-        for part, (_, states) in zip(self._parts, given, strict=True):
+        for part, lists, (_, states) in zip(self._parts, self._lists, given, strict=True):
             if not isinstance(states, dict) or [*states] != [*part._reductions]:
                 raise ValueError(f"states {states}")
-            if not all(map(_is_state, states.values())):
+            if not all(
+                _is_state(each) and (key in lists or not isinstance(each, list)) for key, each in states.items()
+            ):
                 raise TypeError("no tensors")
         held = transform(given, lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf)
         return _MetricStates([int(count) for count, _ in held], [states for _, states in held])
@@ -243,6 +249,12 @@ class _MergedMetric:
                 continue
             for key, reduce in part._reductions.items():
                 states = [each.states[at][key] for each in updated]
+                shapes = {tuple(each.shape) for each in states if isinstance(each, torch.Tensor)}
+                if len(shapes) > 1 and not any(isinstance(each, list) for each in states):
+                    raise MetricError(
+                        f"the metric {self._name!r} has a state {key!r} of unlike shapes on ranks, {sorted(shapes)}; "
+                        "ranks bring together a state of one shape, or a list of tensors"
+                    )
                 setattr(part, key, _reduced(states, reduce, [each.counts[at] for each in updated]))
             part._update_count = sum(each.counts[at] for each in updated)
             part._computed = None
@@ -261,8 +273,8 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
     """States of several ranks as one, as torchmetrics reduces them."""
     if len(states) == 1:
         return states[0]
-    if isinstance(states[0], list):
-        flat = list(chain.from_iterable(states))
+    if any(isinstance(each, list) for each in states):
+        flat = list(chain.from_iterable(each if isinstance(each, list) else [each] for each in states))
         return reduce(flat) if reduce is not None and flat else flat
     stacked = torch.stack([*states])
     # A mean over updates; ranks may have made unlike numbers of them.
@@ -274,7 +286,7 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
 
 def _is_state(value: Any) -> bool:
     held = value if isinstance(value, list) else [value]
-    return all(isinstance(each, torch.Tensor) for each in held)
+    return all(isinstance(each, torch.Tensor) and is_plain(each) for each in held)
 
 
 def _as_number(leaf: Any) -> Any:

@@ -7,7 +7,7 @@ buffers                        also those that checkpoints leave out
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import json_as, understood_once
 from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.zero.flat_params import whole
 from shardwise.moving import Gathering
-from shardwise.moving.piece_exchange import tables_of
 from shardwise.plan.names import MASTER, split_state_name
-from shardwise.plan.saved_settings import merge_apart, settings_apart
+from shardwise.plan.saved_settings import settings_apart
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]
@@ -58,18 +58,14 @@ def _buffers(model: nn.Module) -> Pieces:
 def stored_of_all(channel: Channel, pieces: Pieces, *, purpose: str) -> dict[str, Piece]:
     """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it."""
     (texts,) = Gathering(purpose).gather(channel, [json.dumps(described(pieces)).encode()])
-    tables = {id(table): table for table in tables_of(texts, purpose=purpose)}  # replicas hold the same
-    return {piece.name: piece for table in tables.values() for piece in whole_pieces(table)}
+    form = json_as(dict[str, tuple[str, list[int]]])
+    known = understood_once(texts, lambda text: whole_pieces(form(text)), purpose=purpose)
+    return {piece.name: piece for each in known for piece in each}
 
 
 def settings_texts(settings: Mapping[str, Any]) -> list[bytes]:
     """The settings of a rank, as they travel."""
     return [json.dumps(each).encode() for each in settings_apart(settings)]
-
-
-def merged_settings(texts: Sequence[Sequence[bytes]], *, purpose: str) -> dict[str, Any]:
-    """What `merge_apart` makes of the settings of all ranks, from what each has given of `settings_texts`."""
-    return merge_apart([tables_of(each, purpose=purpose) for each in texts])
 
 
 def described(pieces: Pieces) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
+from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, of_form, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.batch_digests import digest_of_lines
@@ -31,7 +31,6 @@ from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.model.state_of_all import (
     Pieces,
     described,
-    merged_settings,
     settings_texts,
     sources_of,
     stored_of_all,
@@ -44,6 +43,7 @@ from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, Disa
 from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
+from shardwise.moving.piece_exchange import merged_settings
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
@@ -93,7 +93,7 @@ def whole_inside(
         # Ranks that take no part wait here, and all learn whether the body failed or wrote somewhere.
         said = {"failed": f"{type(failure).__name__}: {failure}"} if failure is not None else changes.described()
         ends = channel.exchange(json.dumps(said).encode(), purpose=f"the end of {_PURPOSE}")
-        answers = understood(ends, a_table, purpose=_PURPOSE)
+        answers = understood(ends, _end_in, purpose=_PURPOSE)
         if failure is None:
             _refuse_one_sided(answers, ranks)
             if answers[0]:
@@ -398,6 +398,15 @@ def _changes_since(
     if lost := [piece.name for piece, each in written.items() if each.is_meta]:
         raise ModelError(f"{lost[0]!r} was written to, and engine.whole(only=...) leaves it out; add it to `only`")
     return _Changes(written=written, settings=settings)
+
+
+def _end_in(answer: bytes) -> dict[str, Any]:
+    said = a_table(answer)
+    if "failed" in said:
+        of_form(said["failed"], str)
+    elif said:
+        of_form([said["stored"], said["settings"]], tuple[dict[str, tuple[str, list[int]]], dict[str, Any]])
+    return said
 
 
 def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:

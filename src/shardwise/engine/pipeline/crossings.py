@@ -16,11 +16,13 @@ is complete or a rank's own along `tp`, so the messages of gradients say it (`no
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import understood
 from shardwise.engine.forward.gradient_kinds import Gradient, Sources, resolve
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.errors import ModelError
@@ -143,6 +145,12 @@ def gradient_of(code: int) -> Gradient | None:
     return _CODES[code]
 
 
+def _codes_in(num_codes: int, answer: bytes) -> bytes:
+    if len(answer) != num_codes or max(answer[1:], default=0) >= len(_CODES):
+        raise ValueError("no kinds of gradients")
+    return answer
+
+
 class TracedGraph(Protocol):
     """What the gradients of the leaves of a graph are made of."""
 
@@ -227,7 +235,9 @@ class GradientKinds:
             return
         # One byte each: whether this rank is done, and what it saw of every tied parameter (0: no gradient yet).
         mine = [self._summed.is_settled, *(code_of(self._summed.seen.get(name)) for name in self._tied)]
-        settled, *of_tied = zip(*self._pipeline.exchange(bytes(mine), purpose="kinds of gradients"), strict=True)
+        purpose = "kinds of gradients"
+        answers = self._pipeline.exchange(bytes(mine), purpose=purpose)
+        settled, *of_tied = zip(*understood(answers, partial(_codes_in, len(mine)), purpose=purpose), strict=True)
         self._is_settled = all(settled)
         if self._is_settled:
             self._settled.add(self._trained)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_pair, agreed, understood
+from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatch
 from shardwise.engine.forward.outline import outline_of
 from shardwise.engine.forward.trial_runs import count_work
@@ -47,7 +47,8 @@ def agree_on_placement(
                 measured = _measure(model, plan, loss, sample)
         counted.value = json.dumps(measured).encode()
     # Times differ from rank to rank: those of rank 0 hold.
-    ((work, order),) = understood(counted.values[:1], a_pair, purpose=purpose)
+    form = json_as(tuple[dict[str, float] | None, list[str] | None])
+    ((work, order),) = understood(counted.values[:1], form, purpose=purpose)
     with agreed(channel, purpose="verdict on the placement"):
         return place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import a_list, digest_of_values, understood
+from shardwise.comm.agreement import digest_of_values, json_as, understood
 from shardwise.comm.collective_calls import CollectiveCalls
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss
@@ -165,13 +165,13 @@ class LossParameters:
         """Take in what was found; for each that is known now, whether it has a gradient."""
         found = [(each, leaf) for each in self._found.values() if (leaf := each.leaf()) is not None]
         mine = [
-            [isinstance(leaf, nn.Parameter), list(leaf.shape), str(leaf.dtype), digest_of_values(leaf), each.is_whole]
+            (isinstance(leaf, nn.Parameter), list(leaf.shape), str(leaf.dtype), digest_of_values(leaf), each.is_whole)
             for each, leaf in found
         ]
         answers: list[Any] = [[]]
         if self._channels.pipeline.size == 1:  # else the last stage alone has the loss
             told = self._channels.world.exchange(json.dumps(mine).encode(), purpose=_PURPOSE)
-            answers = understood(told, a_list, purpose=_PURPOSE)
+            answers = understood(told, json_as(list[tuple[bool, list[int], str, str, bool]]), purpose=_PURPOSE)
         parameters = [[entry for entry in answer if entry[0]] for answer in answers]
         for rank, entries in enumerate(parameters):
             if [entry[:-1] for entry in entries] != [entry[:-1] for entry in parameters[0]]:

@@ -28,7 +28,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import digest_of_values, understood
+from shardwise.comm.agreement import digest_of_values, json_as, understood
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.layers import Layer, Place, in_backward, take_off, wrap
@@ -194,7 +194,7 @@ class _RegionProof(Layer):
         tensors = inputs.tensors
         # Digests instead of values: inputs of a region are large, and mostly equal on all ranks.
         mine = [[list(each.shape), str(each.dtype), digest_of_values(each)] for each in tensors]
-        answers = self._exchanged(mine)
+        answers = self._exchanged(mine, list[tuple[list[int], str, str]])
         if any(len(each) != len(mine) for each in answers):
             raise UnjudgedError("the ranks give it other inputs")
         whole: list[torch.Tensor] = []
@@ -281,16 +281,17 @@ class _RegionProof(Layer):
             parameters, portions = self._parameters(held, attempt, is_wide=is_wide)
             uncut = Way(is_cut=False, is_wide=is_wide, trains=trains)
             expected = self._try(whole, parameters, uncut)
-            problem = next(filter(None, self._exchanged(expected if isinstance(expected, str) else "")), "")
+            problem = next(filter(None, self._exchanged(expected if isinstance(expected, str) else "", str)), "")
             if problem or isinstance(expected, str):
                 continue
             # Noise is drawn for a part by each rank, for the whole by the uncut module: they differ in a right plan,
             # too.
-            if trains and any(self._exchanged(expected.drew)):
+            if trains and any(self._exchanged(expected.drew, bool)):
                 return None
             made = self._try(own, portions, uncut._replace(is_cut=True))
             answers = self._exchanged(
-                [made, []] if isinstance(made, str) else ["", [list(each.shape) for each in made.tensors]]
+                [made, []] if isinstance(made, str) else ["", [list(each.shape) for each in made.tensors]],
+                tuple[str, list[list[int]]],
             )
             failure = next((each for each, _ in answers if each), "")
             if failure or isinstance(made, str):
@@ -307,7 +308,7 @@ class _RegionProof(Layer):
                     pairs.append((cut, other))
             if not pairs or (len(pairs) < len(expected.tensors) and not is_outermost):
                 raise UnjudgedError("each rank has its own part of the tensors that it gives")
-            relative = max(self._exchanged(differ(*map(list, zip(*pairs, strict=True)))))
+            relative = max(self._exchanged(differ(*map(list, zip(*pairs, strict=True))), float))
             finest = finest_eps(expected.tensors)
             # Equal to the last digits: no need to measure the rounding, which costs another run and copies.
             if relative <= 4 * finest:
@@ -318,7 +319,7 @@ class _RegionProof(Layer):
             again = self._try(inexact, values, uncut)
             others = [] if isinstance(again, str) else again.tensors
             is_alike = len(others) == len(expected.tensors)
-            noise = max(finest, *self._exchanged(differ(others, expected.tensors) if is_alike else 0.0))
+            noise = max(finest, *self._exchanged(differ(others, expected.tensors) if is_alike else 0.0, float))
             return None if relative <= factor_of(expected.eps) * noise else (relative, noise)
         raise UnjudgedError(f"it does not run alone with whole parameters ({problem})")
 
@@ -329,10 +330,10 @@ class _RegionProof(Layer):
         except Exception as error:
             return in_words(error)
 
-    def _exchanged(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+    def _exchanged(self, value: Any, form: Any) -> list[Any]:
+        """Every rank's value, each of this form."""
         answers = self._proof.channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
-        return understood(answers, json.loads, purpose=_PURPOSE)
+        return understood(answers, json_as(form), purpose=_PURPOSE)
 
     # Words ----------------------------------------------------------------------------------------------------------
 
@@ -469,8 +470,9 @@ class Proof:
             # update and wait there. Once only: each region is proved once, and later steps shall not pay for an
             # exchange.
             mine = "".join(refusals).encode()
-            answers = self._world.exchange(mine, purpose="verdict on the proof of tensor.rules")
-            refusals = [each.decode() for each in answers if each]
+            purpose = "verdict on the proof of tensor.rules"
+            told = understood(self._world.exchange(mine, purpose=purpose), bytes.decode, purpose=purpose)
+            refusals = [*filter(None, told)]
         if refusals:
             raise ModelError(refusals[0])
         for watch in self._watched:

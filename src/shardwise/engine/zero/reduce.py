@@ -40,7 +40,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.agreement import a_list, understood
+from shardwise.comm.agreement import json_as, understood
 from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.counters import Counters
@@ -324,7 +324,7 @@ class GradReduce(Passes):
             # update, gives all ranks the order of rank 0: with orders of their own, they would sum unlike buckets.
             self._counters.exchanges += 1
             mine, purpose = json.dumps(self._completed).encode(), "order of gradients"
-            order = understood(self._owners.exchange(mine, purpose=purpose), a_list, purpose=purpose)[0]
+            order = understood(self._owners.exchange(mine, purpose=purpose), json_as(list[int]), purpose=purpose)[0]
             for index in dict.fromkeys([*(each for each in order if each in new), *sorted(new)]):
                 self._place[index] = len(self._place)
         if new or missed != self._unused:

@@ -41,12 +41,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from shardwise.comm.agreement import understood
+from shardwise.comm.agreement import json_as, understood
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.passes import Backward, Joint, Passes, unpack
 from shardwise.engine.forward.sharded_parameters import Copy, sharded_class
@@ -68,6 +69,9 @@ from shardwise.plan.residency import BACKWARD, FORWARD, RECOMPUTATION, Order, Re
 from shardwise.plan.units import Unit
 
 _DONE = "done"
+_ANNOUNCED = (_DONE, "hold", "reduce", "use", "drop")
+_Announcement: TypeAlias = tuple[str, str, int]
+"""What all ranks do now, in which phase, and the number of the unit, or of the stage that ends; -1: all of them."""
 _NO_TASK = -2
 """No task of autograd has this number."""
 
@@ -338,7 +342,7 @@ class Unshard(Passes):
                 self.drop(unit, BACKWARD)
         self._open.clear()
         if self.is_followed:
-            self._exchange(json.dumps([_DONE, stage]).encode())
+            self._exchange(json.dumps([_DONE, "", -1 if stage is None else stage]).encode())
             self.is_followed = not self._is_last(stage)
         self._finish(stage)
 
@@ -375,15 +379,14 @@ class Unshard(Passes):
 
     def _follow(self) -> None:
         """Gather and reduce what other ranks announce, until they end, or none announces any more."""
-        while message := next(filter(None, self._exchange(b"")), b""):
-            what, *about = json.loads(message)
+        while said := next(filter(None, self._exchange(b"")), None):
+            what, phase, number = said
             if what == _DONE:
-                (stage,) = about
+                stage = None if number < 0 else number
                 self._finish(stage)
                 if self._is_last(stage):
                     return
                 continue
-            phase, number = about
             unit = self.units[number]
             # The same calls as on the ranks that compute: collectives are matched by their order.
             if what == "hold":
@@ -426,21 +429,28 @@ class Unshard(Passes):
         if self.is_followed and (what == "reduce" or not self._reads_in_place):
             self._exchange(json.dumps([what, phase, unit.number]).encode())
 
-    def _exchange(self, value: bytes) -> list[bytes]:
+    def _exchange(self, value: bytes) -> list[_Announcement | None]:
         """Every rank's answer; those who say something say the same. Raises CallMismatchError, alike on all ranks."""
         self._counters.exchanges += 1
-        answers = self._owners.exchange(value, purpose="the next step of a microbatch that not all ranks compute")
-        if len(set(filter(None, answers))) > 1:
-            lines = [f"  - rank {rank}: {self._in_words(message)}" for rank, message in enumerate(answers) if message]
+        purpose = "the next step of a microbatch that not all ranks compute"
+        said = understood(self._owners.exchange(value, purpose=purpose), self._announced_in, purpose=purpose)
+        if len(set(filter(None, said))) > 1:
+            lines = [f"  - rank {rank}: {self._in_words(each)}" for rank, each in enumerate(said) if each]
             raise CallMismatchError("data ranks go through a microbatch in different ways:\n" + "\n".join(lines))
-        return answers
+        return said
 
-    def _in_words(self, message: bytes) -> str:
-        what, *about = json.loads(message)
-        if what == _DONE:
-            return "the microbatch ends"
-        phase, number = about
-        return f"{what} unit {self.units[number].plan.name!r} in {phase}"
+    def _announced_in(self, answer: bytes) -> _Announcement | None:
+        if not answer:
+            return None
+        found: _Announcement = json_as(tuple[str, str, int])(answer)
+        what, phase, number = found
+        if what not in _ANNOUNCED or number < -1 or (what != _DONE and not 0 <= number < len(self.units)):
+            raise ValueError(f"{what} of {number} in {phase}")
+        return found
+
+    def _in_words(self, said: _Announcement) -> str:
+        what, phase, number = said
+        return "the microbatch ends" if what == _DONE else f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
         """How often each unit is gathered in an update: as often as in the last one, if it had as many microbatches.

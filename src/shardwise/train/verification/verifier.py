@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Channel, simulate
+from shardwise.comm.agreement import understood
 from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import OptimizerError
@@ -104,7 +105,9 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
         name = ""
         if channel.rank == 0:
             name = stack.enter_context(_fresh_folder(channel, folder))
-        place = Path(channel.exchange(name.encode(), purpose="the folder of a verification")[0].decode())
+        purpose = "the folder of a verification"
+        (told,) = understood(channel.exchange(name.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
+        place = Path(told)
         place.mkdir(parents=True, exist_ok=True)
         run_layout(program, channel, place)
         if channel.rank > 0:
@@ -112,7 +115,7 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
             # time limit.
             while not (packed := channel.exchange(b"", purpose=_PROGRESS)[0]):
                 pass  # rank 0 has compared one more update
-            return VerificationReport.unpacked(packed)
+            return understood([packed], VerificationReport.unpacked, purpose=_PROGRESS)[0]
         try:
             report = compare_with_one_process(
                 program, place, channel.device, after_step=lambda: channel.exchange(b"", purpose=_PROGRESS)
