@@ -292,9 +292,9 @@ class SaveMemory:
         # Most saves of a run are of a state that is cut as the last one was: the texts of all pieces are the same, and
         # nothing is planned.
         if self._kept is None or key != self._key:
-            pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
-            aliases = merge_ties(ties, [pieces_of[text] for text in texts])
-            by_rank = [[piece for piece in pieces_of[text] if piece.name not in aliases] for text in texts]
+            pieces = understood(texts, cache(unpack_pieces), purpose="pieces of a save")
+            aliases = merge_ties(ties, pieces)
+            by_rank = [[piece for piece in held if piece.name not in aliases] for held in pieces]
             self._key, self._kept = key, (aliases, arrange(by_rank, file_layout, block_bytes=BLOCK_BYTES))
         return self._kept
 
