@@ -34,7 +34,7 @@ from shardwise.checkpoint.snapshots import SnapshotCounters
 from shardwise.checkpoint.states import Positioned, State
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import a_list, a_pair, aborting, agreed, understood
+from shardwise.comm.agreement import a_list, aborting, agreed, json_as, understood
 from shardwise.comm.handshake import key_of, secret_of_the_run
 from shardwise.comm.own_host import OwnHost
 from shardwise.errors import CheckpointError
@@ -219,8 +219,9 @@ class Replicas:
                 saved = _newest_save(store_of(self._path))
                 wins = not replica or (saved is not None and _is_newer(saved[1], replica))
                 number = saved[0] if wins and saved is not None else self._found
-                agreement.value = json.dumps([wins, number if saved is not None or not wins else 0]).encode()
-        ((is_saved, number),) = understood(agreement.values[:1], a_pair, purpose="newest of replicas and saves")
+                agreement.value = json.dumps([bool(wins), number if saved is not None or not wins else 0]).encode()
+        form = json_as(tuple[bool, int])
+        ((is_saved, number),) = understood(agreement.values[:1], form, purpose="newest of replicas and saves")
         if not is_saved:
             return self._store.within(folder_of(number).rstrip("/"))
         if not number:

@@ -115,12 +115,6 @@ def a_list(answer: bytes) -> list[Any]:
     return list(_of_kind(json.loads(answer), list))
 
 
-def a_pair(answer: bytes) -> tuple[Any, Any]:
-    """For `understood`: two values in JSON."""
-    one, other = a_list(answer)
-    return one, other
-
-
 def a_table(answer: bytes) -> dict[str, Any]:
     """For `understood`: an object in JSON."""
     return dict(_of_kind(json.loads(answer), dict))

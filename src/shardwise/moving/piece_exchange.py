@@ -111,11 +111,6 @@ def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
     return {xxhash.xxh3_128_digest(text.encode()): text.encode() for text in texts}
 
 
-def tables_of(texts: Sequence[bytes], *, purpose: str) -> list[dict[str, Any]]:
-    """What the texts of all ranks say, each an object in JSON; those with the same text share one."""
-    return understood(texts, cache(a_table), purpose=purpose)
-
-
 def merged_settings(texts: Sequence[Sequence[bytes]], *, purpose: str) -> dict[str, Any]:
     """What `merge_apart` makes of the settings of all ranks, from the texts of each part of them."""
     return merge_apart([understood(each, cache(_settings_in), purpose=purpose) for each in texts])
