@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -111,14 +112,7 @@ def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
 
 def tables_of(texts: Sequence[bytes], *, purpose: str) -> list[dict[str, Any]]:
     """What the texts of all ranks say, each an object in JSON; those with the same text share one."""
-    known: dict[bytes, dict[str, Any]] = {}
-
-    def table(text: bytes) -> dict[str, Any]:
-        if text not in known:
-            known[text] = a_table(text)
-        return known[text]
-
-    return understood(texts, table, purpose=purpose)
+    return understood(texts, cache(a_table), purpose=purpose)
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> bytes:
