@@ -33,7 +33,9 @@ from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.model.state_of_all import merged_settings, settings_texts, sources_of, stored_of_all, targets_of
 from shardwise.engine.optimizers.known import of_no_parameter
 from shardwise.errors import CheckpointError, PlanError, ShardwiseError
-from shardwise.moving import Gathering, reshard
+from shardwise.moving import Gathering
+from shardwise.moving.live_states import reshard_told
+from shardwise.moving.piece_exchange import PIECES
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import ADDED
 from shardwise.space import Piece
@@ -74,7 +76,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
         aliases = aliases_in(engine.model, dict(engine.model.named_parameters()))
-        stored = stored_of_all(channel, handed.state, purpose="tensors of a relayout")
+        stored = stored_of_all(channel, sources, held := Gathering(PIECES))
         _empty(handed, swapped)
         old, runner = engine.plan, engine.pipeline
         has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)
@@ -98,7 +100,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         )
         new = engine.rebuild(asked)
         restoration = _restoration(channel, new, stored, settings)
-        reshard(sources, targets_of(restoration, handed.rank.model), channel, cast=True, compare=False)
+        reshard_told(sources, targets_of(restoration, handed.rank.model), channel, held, cast=True, compare=False)
         restoration.finish()
         take_along(aliases, dict(engine.model.named_parameters()))
         # Last: an error before leaves the old engine in charge.

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_pair, a_table, agreed, compare, texts_in, understood
+from shardwise.comm.agreement import a_list, a_pair, a_table, agreed, compare, texts_in, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
@@ -33,6 +33,9 @@ from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
 
 _DIGEST_BYTES = 16
+
+PIECES = "pieces to reshard"
+"""The purpose of what ranks tell each other of them."""
 
 
 @dataclass(slots=True)
@@ -137,6 +140,16 @@ def unpack_pieces(text: bytes) -> list[Piece]:
     return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
 
 
+def tensors_in(texts: Sequence[bytes]) -> dict[str, Piece]:
+    """Every tensor that has a piece in a text of `pack_pieces`, as one piece, by name. `texts`: those of all ranks."""
+
+    def parse(text: bytes) -> list[Piece]:
+        return [Piece(name=name, dtype=dtype, global_shape=shape) for name, dtype, shape, _ in a_list(text)]
+
+    rows = {id(each): each for each in understood(texts, cache(parse), purpose=PIECES)}  # replicas hold the same
+    return {each.name: each for each in chain.from_iterable(rows.values())}
+
+
 def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
     """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
     pieces = {text: own}
@@ -170,20 +183,22 @@ def consent(
     refusal: ShardwiseError | None = None,
     word: str = "",
     replicas: Mapping[Piece, torch.Tensor] | None = None,
+    gathering: Gathering | None = None,
 ) -> Consent:
     """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
 
     refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks. replicas: what
-        it holds, where all ranks give that, and holders of one piece must have equal values.
+        it holds, where all ranks give that, and holders of one piece must have equal values. gathering: one that may
+        know texts of these pieces already.
     Raises PlanError or MismatchError, the same on every rank.
     """
     texts = [pack_pieces(sources), pack_pieces(targets)]
     options = {"max_bytes": max_bytes, "cast": cast, "compare": replicas is not None}
-    with Gathering("pieces to reshard").agreed(channel) as gathered:
+    with (gathering or Gathering(PIECES)).agreed(channel) as gathered:
         if refusal is not None:
             raise refusal
         gathered.own, gathered.value = texts, json.dumps([options, word]).encode()
-    asked = understood(gathered.values, a_pair, purpose="pieces to reshard")
+    asked = understood(gathered.values, a_pair, purpose=PIECES)
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
             raise MismatchError(

@@ -18,7 +18,7 @@ from shardwise.comm import Channel
 from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.zero.flat_params import whole
 from shardwise.moving import Gathering
-from shardwise.moving.piece_exchange import tables_of
+from shardwise.moving.piece_exchange import pack_pieces, tables_of, tensors_in
 from shardwise.plan.names import MASTER, split_state_name
 from shardwise.plan.saved_settings import merge_apart, settings_apart
 from shardwise.space import Piece
@@ -55,11 +55,13 @@ def _buffers(model: nn.Module) -> Pieces:
     return pieces
 
 
-def stored_of_all(channel: Channel, pieces: Pieces, *, purpose: str) -> dict[str, Piece]:
-    """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it."""
-    (texts,) = Gathering(purpose).gather(channel, [json.dumps(described(pieces)).encode()])
-    tables = {id(table): table for table in tables_of(texts, purpose=purpose)}  # replicas hold the same
-    return {piece.name: piece for table in tables.values() for piece in whole_pieces(table)}
+def stored_of_all(channel: Channel, pieces: Pieces, gathering: Gathering) -> dict[str, Piece]:
+    """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it.
+
+    gathering: knows afterwards what each rank holds, for the move.
+    """
+    (texts,) = gathering.gather(channel, [pack_pieces(list(pieces))])
+    return tensors_in(texts)
 
 
 def settings_texts(settings: Mapping[str, Any]) -> list[bytes]:
@@ -70,13 +72,3 @@ def settings_texts(settings: Mapping[str, Any]) -> list[bytes]:
 def merged_settings(texts: Sequence[Sequence[bytes]], *, purpose: str) -> dict[str, Any]:
     """What `merge_apart` makes of the settings of all ranks, from what each has given of `settings_texts`."""
     return merge_apart([tables_of(each, purpose=purpose) for each in texts])
-
-
-def described(pieces: Pieces) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name, dtype and shape of the whole tensors, as JSON has them."""
-    return {piece.name: (piece.dtype, piece.global_shape) for piece in pieces}
-
-
-def whole_pieces(facts: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Piece]:
-    """What `described` gave, as pieces."""
-    return [Piece(name=name, dtype=dtype, global_shape=tuple(shape)) for name, (dtype, shape) in facts.items()]
