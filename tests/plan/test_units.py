@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan import Outline
-from shardwise.plan.units import Unit, Units, plan_units
+from shardwise.plan.units import Unit, Units, meant_modules, plan_units
 from tests.costs import calls_in
 from tests.plan.outlines import Tree, layers, model, trees
 from tests.plan.strategies import names, proven
@@ -134,3 +134,22 @@ def test_every_parameter_has_one_unit_that_holds_it(tree: Tree) -> None:
 def test_any_name_comes_back_from_the_text(drawn: list[tuple[str, list[str], list[str]]]) -> None:
     units = Units(units=tuple(Unit(name=a, modules=tuple(b), parameters=tuple(c)) for a, b, c in drawn))
     assert units_from(units.text()) == units
+
+
+ATTENTION: Tree = {"attention": {".in": 4}, "up": 4}
+NET: Tree = {"embedding": 4, "layers[]": {"0": ATTENTION, "1": ATTENTION}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("blocks", ["layers.0", "layers.1"]),
+        (("*.up", "layers.0"), ["layers.0", "layers.1.up"]),
+        (("layers.*",), ["layers.0", "layers.1"]),
+        (("*.attention", "embedding"), ["embedding", "layers.0.attention", "layers.1.attention"]),
+        ((".",), [""]),
+        ((".", "layers.0"), [""]),
+    ],
+)
+def test_of_modules_to_run_again_inside_each_other_the_outermost_is_meant(asked: Any, meant: list[str]) -> None:
+    assert meant_modules(model(NET), asked, setting="activations.checkpoint") == meant

@@ -9,6 +9,8 @@ A module outside of blocks is a separate unit, so that an embedding, a last norm
 
 Units are gathered before a forward and freed after it. A smaller unit takes less memory and more collectives, and a
 parameter that no unit's forward covers could not be gathered in time.
+
+Modules that run again in backward, or are kept on the host, are named in the same way: by patterns, or as the blocks.
 """
 
 import json
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import Outline, parents
+from shardwise.plan.specs import Modules
 
 ITSELF = "."
 """The model itself, among the names of units."""
@@ -76,7 +79,7 @@ def plan_units(
     chosen = (
         set(repeated_blocks(outline))
         if patterns is None
-        else matched_modules(outline, patterns, setting="sharding.units", with_parameters=True)
+        else _matched_modules(outline, patterns, setting="sharding.units", with_parameters=True)
     )
     holders: dict[str, list[str]] = {}  # parameter -> the units that hold it, the one of its first name first
     for unit, parameter in _homes(outline, chosen, placed):
@@ -180,7 +183,7 @@ def _is_list(outline: Outline) -> bool:
     return outline.is_container or outline.kind == "Sequential"
 
 
-def matched_modules(
+def _matched_modules(
     outline: Outline, patterns: Sequence[str], *, setting: str, with_parameters: bool = False
 ) -> set[str]:
     """The first names of the modules that patterns of a setting mean: the outermost matches of each.
@@ -195,7 +198,8 @@ def matched_modules(
             continue
         meant = meant_by(pattern, list(by_name))
         # "layers.*" also matches what is inside of "layers.0": globs know no dots. The outermost are meant.
-        outermost = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
+        every = frozenset(meant)
+        outermost = [name for name in meant if every.isdisjoint(parents(name))]
         usable = [by_name[name] for name in outermost if by_name[name].num_places or not with_parameters]
         if not meant:
             near = nearest(pattern, list(by_name))
@@ -212,3 +216,35 @@ def matched_modules(
     if problems:
         raise PlanError(*problems)
     return chosen
+
+
+def meant_modules(outline: Outline, asked: Modules, *, setting: str) -> list[str]:
+    """First names of the modules that a setting means, in the order of the model; none is inside of another.
+
+    Raises PlanError for a model without blocks, and for names of no module that is called.
+    """
+    chosen = set(repeated_blocks(outline)) if asked == "blocks" else _matched_modules(outline, asked, setting=setting)
+    if not chosen:
+        raise PlanError(f'{setting}: "blocks" asked, but no block of the model repeats; give the names of its modules')
+    if found := _without_call(outline, chosen):
+        inner, around = found
+        raise PlanError(
+            f"{setting}: {inner!r} is a part of {around!r}, which computes with its parameters and does not call it; "
+            f"name {around!r}"
+        )
+    return [
+        each.name
+        for each in outline.modules()
+        if each.name in chosen and (not each.name or chosen.isdisjoint((*parents(each.name), "")))
+    ]
+
+
+def _without_call(outline: Outline, chosen: set[str]) -> tuple[str, str] | None:
+    """A chosen module that is never called, and the one that computes with it."""
+    for around in outline.modules():
+        # A layer of a transformer calls what is in it where it trains; attention does not.
+        if around.is_indivisible and around.kind == "MultiheadAttention":
+            for inner in around.modules():
+                if inner is not around and inner.name in chosen:
+                    return inner.name, around.name
+    return None
