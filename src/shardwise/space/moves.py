@@ -22,7 +22,7 @@ from operator import add, sub
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import row_major_strides
-from shardwise.space.pieces import Piece
+from shardwise.space.pieces import Piece, reach
 from shardwise.space.runs import Run, boxes_of_run
 
 
@@ -217,38 +217,6 @@ def check_one_tensor(a: Piece, b: Piece) -> None:
             f"pieces of one tensor can overlap, but these are of {a.name} with shape {a.global_shape} "
             f"and {b.name} with shape {b.global_shape}"
         )
-
-
-def reach(piece: Piece) -> tuple[int, int]:
-    """Return the shortest run of the tensor, as (start, stop), that holds the piece; (0, 0) if it has no elements.
-
-    The piece is one stretch of the tensor exactly when this run has as many elements as the piece.
-    """
-    if piece.run is None:
-        if 0 in piece.shape:
-            return 0, 0
-        first = last = 0
-        for whole, start, size in zip(piece.global_shape, piece.offset, piece.shape, strict=True):
-            first = first * whole + start
-            last = last * whole + start + size - 1
-        return first, last + 1
-    first_left, stop = piece.run
-    if first_left == stop:
-        return 0, 0
-    if piece.shape == piece.global_shape:
-        return first_left, stop
-    # From the last dim: the indices of the run's first and last element in the box, moved to the tensor, and made flat
-    # again with its strides. Row-major order in the box is row-major order in the tensor, so these are the ends.
-    last_left = stop - 1
-    first = last = 0
-    stride = 1
-    for whole, start, size in zip(piece.global_shape[::-1], piece.offset[::-1], piece.shape[::-1], strict=True):
-        first_left, index = divmod(first_left, size)
-        first += (start + index) * stride
-        last_left, index = divmod(last_left, size)
-        last += (start + index) * stride
-        stride *= whole
-    return first, last + 1
 
 
 def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
