@@ -10,7 +10,7 @@
                             forwards  casts, and the layers of the plan in the order of `layers.Place`
 
 Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for its own tensors
-only. Then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
+only. Then the model's initialisers give whole tensors one after the other, and the rank keeps its part of each.
 """
 
 import json
@@ -55,7 +55,6 @@ from shardwise.engine.model.rank_parts import (
     RankParts,
     RankTensors,
     RankUpdates,
-    ValueSource,
 )
 from shardwise.engine.optimizers.known import (
     KnownOptimizer,
@@ -255,14 +254,15 @@ class _AgreedTerms:
     placement: Placement
     units: Units
     decision: TensorDecision
-    values: ValueSource | None
-    """Where what waits on the meta device gets its values; None where nothing waits."""
+    values: Initialisation | None
+    """Of what waits on the meta device; None where nothing waits, or values come later."""
 
 
 def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     """Compare with the other ranks, and decide with them. Raises the same error on all."""
     model, plan, channel, inventory = asked.loss.model, asked.plan, asked.channel, inspected.inventory
-    placement, decision, values = asked.settled.placement, asked.settled.decision, asked.settled.values
+    placement, decision = asked.settled.placement, asked.settled.decision
+    values: Initialisation | None = None
     compare(
         channel,
         plan.text().splitlines(),
@@ -298,7 +298,7 @@ def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     units = units_of(model, inventory, plan, placement)
     if decision is None:
         decision = agree_on_tensor_plan(model, plan, channel, loss=asked.loss, sample=asked.sample)
-    if values is None and inventory.waiting():
+    if not asked.settled.is_filled_later and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
             inventory.refuse_waiting_packed()
             values = Initialisation(model, seed)
@@ -470,7 +470,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
-    keeps = not isinstance(terms.values, Initialisation)
+    keeps = terms.values is None
     kept_buffers = drop_foreign(model, inventory, stages, coordinate, keeps_objects=keeps)
     # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device, keeps_objects=keeps)
@@ -576,7 +576,7 @@ def give_room(
 
 
 def fill(
-    source: ValueSource,
+    source: Initialisation,
     waiting: Collection[str],
     *,
     held: Inventory,

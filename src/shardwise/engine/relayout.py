@@ -11,7 +11,7 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
     rank 1   4 5 6 7   --+       +-->   1 3 5 7      never the whole model
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -41,14 +41,6 @@ from shardwise.plan.saved_settings import ADDED
 from shardwise.space import Piece
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class Later:
-    """Values come by a load afterwards: nothing comes now."""
-
-    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives none."""
-        return iter(())
 
 
 def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
@@ -91,7 +83,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
             groups={name: each.globs for name, each in handed.rank.names.groups.items()},
             settled=Settled(
                 # Initialising the emptied model would be work for nothing: the move overwrites all.
-                values=Later(),
+                is_filled_later=True,
                 # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
                 placement=runner.placement if runner is not None and has_stages else None,
                 decision=engine.tensor_decision if has_cuts else None,

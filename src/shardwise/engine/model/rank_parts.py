@@ -1,8 +1,7 @@
 """What a rank has of a model under a plan: made once by `parallelize`, shared by all that an engine does with it."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,19 +27,12 @@ from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
 from shardwise.plan import Parameter, Placement, Plan
 
 
-class ValueSource(Protocol):
-    """Where the values of waiting tensors come from: the initialisers of the model, or a load."""
-
-    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names and whole values of `wanted`, one after the other, in any order."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
     """What is known before `parallelize` looks at the model, on all ranks: of an engine that had it."""
 
-    values: ValueSource | None = None
-    """Of what is on the meta device; None: they are initialised."""
+    is_filled_later: bool = False
+    """Values of what is on the meta device come afterwards; else they are initialised."""
     placement: Placement | None = None
     """None: it is decided, as is the `decision`."""
     decision: TensorDecision | None = None
