@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shardwise.plan import Merge, Ownership, Plan, Precision, Sharding, footprint, plan_arena, plan_ownership, traffic
+from shardwise.plan.buckets import OwnedLayout
 from shardwise.plan.outlines import describe
 from shardwise.space import Mesh
 
@@ -80,8 +81,9 @@ def ownership_of(plan: Plan) -> Ownership:
 
 def _bytes_of(ownership: Ownership, owner: int, plan: Plan) -> str:
     k = plan.merge.microbatches
-    held = footprint(ownership, owner, plan.precision, num_microbatches=k)
-    sent = traffic(ownership, owner, plan.precision, num_microbatches=k)
+    layout = OwnedLayout(ownership=ownership)
+    held = footprint(layout, owner, plan.precision, num_microbatches=k)
+    sent = traffic(layout, owner, plan.precision, num_microbatches=k)
     arena = plan_arena(ownership, owner, plan.precision, num_microbatches=k)
     regions = ", ".join(
         f"{each.gradient_dtype} {each.gradient_start_bytes} -> {each.reduced_start_bytes}" for each in arena.regions

@@ -91,10 +91,10 @@ from shardwise.engine.tensor.tensor_decision import (
 from shardwise.engine.zero.flat_params import FlatParams, Owned, note_masters
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
-from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.errors import MismatchError, PlanError
-from shardwise.plan import Ownership, Placement, Plan
+from shardwise.plan import OwnedLayout, Ownership, Placement, Plan
 from shardwise.plan.units import Units
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -12,7 +12,7 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     what a save knows of training    saved_settings, optimizer_entries
 """
 
-from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
+from shardwise.plan.buckets import Bucket, OwnedLayout, Ownership, Segment, Slot, plan_ownership
 from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
 from shardwise.plan.outlines import Outline, Parameter
 from shardwise.plan.schedules import Action, Schedule, make_schedule, split_rows
@@ -30,6 +30,7 @@ __all__ = [
     "Footprint",
     "Merge",
     "Outline",
+    "OwnedLayout",
     "Ownership",
     "Parameter",
     "Pipeline",

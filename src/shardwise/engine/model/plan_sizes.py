@@ -16,14 +16,11 @@ def footprint_of(rank: RankParts, num_microbatches: int) -> Footprint:
     channel = rank.channels.world  # the others move tensors as it does
     is_offloaded = plan.sharding.offload is not None and channel.device.type != "cpu"
     owned = footprint(
-        layout.ownership,
+        layout,
         owner,
         plan.precision,
         num_microbatches=num_microbatches,
-        stage=layout.stage,
-        units=[unit.name for unit in layout.units.units],
         keeps=plan.sharding.keep_gathered,
-        late=layout.late,
         sums=sums_of(channel),
         goes_ahead=channel.progresses_alone,
         offload=plan.sharding.offload if is_offloaded else None,
@@ -60,13 +57,11 @@ def traffic_of(rank: RankParts, num_microbatches: int) -> Traffic:
     if runner is not None and schedule is not None and schedule.num_microbatches == num_microbatches:
         actions = [(each.kind, each.stage) for each in schedule.orders[runner.stages.rank]]
     owned = traffic(
-        layout.ownership,
+        layout,
         rank.channels.owners.rank,
         rank.plan.precision,
         num_microbatches=num_microbatches,
-        stage=layout.stage,
         gathers=passes.gathers_in(num_microbatches, actions) if isinstance(passes, Unshard) else None,
-        late=layout.late,
     )
     sent_gradients, sent_values = (0, 0) if matrices is None else matrices.sent_bytes
     return Traffic(

@@ -23,8 +23,8 @@ from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
-from shardwise.plan import Parameter, Placement, Plan
+from shardwise.engine.zero.reduce import GradReduce
+from shardwise.plan import OwnedLayout, Parameter, Placement, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

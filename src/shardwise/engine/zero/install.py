@@ -22,10 +22,10 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce, OwnedLayout, PassesBefore
+from shardwise.engine.zero.reduce import GradReduce, PassesBefore
 from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
-from shardwise.plan import Placement, Plan, plan_ownership
+from shardwise.plan import OwnedLayout, Placement, Plan, plan_ownership
 from shardwise.plan.units import Units, plan_units
 
 
