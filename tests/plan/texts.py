@@ -9,7 +9,6 @@ from typing import Any
 from shardwise.plan import Bucket, Ownership, Placement
 from shardwise.plan.buckets import Slot
 from shardwise.plan.tensor_plan import ParameterCut, Style, TensorPlan
-from shardwise.plan.units import Unit, Units
 
 
 def placement_from(text: str) -> Placement:
@@ -34,18 +33,6 @@ def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
         return tuple(map(tupled, value)) if isinstance(value, list) else value
 
     return {key: tupled(value) for key, value in table.items()}
-
-
-def units_from(text: str) -> Units:
-    units: list[tuple[str, list[str], list[str]]] = []
-    for line in text.splitlines():
-        if line.startswith("unit "):
-            units.append((json.loads(line[5:]), [], []))
-        elif line.startswith("  before "):
-            units[-1][1].append(json.loads(line[9:]))
-        else:
-            units[-1][2].append(json.loads(line))
-    return Units(units=tuple(Unit(name=a, modules=tuple(b), parameters=tuple(c)) for a, b, c in units))
 
 
 def ownership_from(text: str) -> Ownership:

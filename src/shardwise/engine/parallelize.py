@@ -95,7 +95,7 @@ from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import OwnedLayout, Ownership, Placement, Plan
-from shardwise.plan.units import Units
+from shardwise.plan.units import Unit, unit_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -252,7 +252,7 @@ def _alone(plan: Plan) -> str:
 class _AgreedTerms:
     seed: int
     placement: Placement
-    units: Units
+    units: Sequence[Unit]
     decision: TensorDecision
     values: Initialisation | None
     """Of what waits on the meta device; None where nothing waits, or values come later."""
@@ -502,7 +502,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         owned,
         layout.ownership,
         channels.owners,
-        unit_of=layout.units.unit_of(),
+        unit_of=unit_of(layout.units),
         whole=work.keys() if sliced else held.parameters.keys(),
         waiting=waiting,
         offload=plan.sharding.offload,

@@ -25,7 +25,7 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.matrix_homes import Home, share_out
 from shardwise.plan.outlines import Parameter
 from shardwise.plan.specs import Sharding
-from shardwise.plan.units import Units
+from shardwise.plan.units import Unit
 from shardwise.space import Run
 
 # Kernels load 16 to 64 bytes at a time, and round by the alignment of what they read. Aligned slots keep the views of
@@ -120,7 +120,7 @@ class OwnedLayout:
     ownership: Ownership
     stage: int = 0
     """As it is carried out: where there is one owner, nothing is cut."""
-    units: Units = field(default_factory=Units)
+    units: tuple[Unit, ...] = ()
     """Of what is gathered by units (stage 3)."""
     late: frozenset[str] = frozenset()
     """Parameters whose gradients are complete only at the end of an update, because several stages use them."""

@@ -279,7 +279,7 @@ def footprint(
     come (CPU). goes_ahead: whether transfers go on alone. offload: what is on the host; None also where the ranks have
     no devices.
     """
-    ownership, by_unit = layout.ownership, bool(layout.units.units)
+    ownership, by_unit = layout.ownership, bool(layout.units)
     whole, cut = layout.by_lateness()
     trainable = [bucket for bucket in cut.buckets if bucket.trainable]
     runs = of_owners = of_replicas = num_direct = 0
@@ -297,7 +297,7 @@ def footprint(
     num_buffers = min(2, len({place.group for place in places}))
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
     # The unit that runs and the next one: the two largest are the most that these can be.
-    gathered = dict.fromkeys((unit.name for unit in layout.units.units), 0)
+    gathered = dict.fromkeys((unit.name for unit in layout.units), 0)
     working = on_host = masters = owned = 0
     for bucket in ownership.buckets:
         itemsize = itemsize_bytes(bucket.working)

@@ -13,7 +13,6 @@ parameter that no unit's forward covers could not be gathered in time.
 Modules that run again in backward, or are kept on the host, are named in the same way: by patterns, or as the blocks.
 """
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,24 +38,9 @@ class Unit:
     """By their first names, in the order of the model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Units:
-    """The units of a model, in the order of their first parameters."""
-
-    units: tuple[Unit, ...] = ()
-
-    def unit_of(self) -> dict[str, str]:
-        """Parameter -> name of its unit."""
-        return {parameter: unit.name for unit in self.units for parameter in unit.parameters}
-
-    def text(self) -> str:
-        """A line per unit, module and parameter; other units have another text."""
-        lines = []
-        for unit in self.units:
-            lines.append(f"unit {json.dumps(unit.name)}")
-            lines += [f"  before {json.dumps(name)}" for name in unit.modules]
-            lines += [f"  {json.dumps(name)}" for name in unit.parameters]
-        return "".join(f"{line}\n" for line in lines)
+def unit_of(units: Sequence[Unit]) -> dict[str, str]:
+    """Parameter -> name of its unit."""
+    return {parameter: unit.name for unit in units for parameter in unit.parameters}
 
 
 def plan_units(
@@ -65,8 +49,8 @@ def plan_units(
     first_names: Mapping[str, str],
     patterns: Sequence[str] | None = None,
     placed: Collection[str] | None = None,
-) -> Units:
-    """The units of a model.
+) -> tuple[Unit, ...]:
+    """The units of a model, in the order of their first parameters.
 
     first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
     the modules that are units, "." for the model itself. Matches of one pattern inside each other are one unit, and a
@@ -99,11 +83,9 @@ def plan_units(
         members.setdefault(units[0], []).append(parameter)
         called = modules.setdefault(units[0], [units[0]])
         called += [name for name in units[1:] if name not in called]
-    return Units(
-        units=tuple(
-            Unit(name=name, modules=tuple(modules[name]), parameters=tuple(parameters))
-            for name, parameters in members.items()
-        )
+    return tuple(
+        Unit(name=name, modules=tuple(modules[name]), parameters=tuple(parameters))
+        for name, parameters in members.items()
     )
 
 
