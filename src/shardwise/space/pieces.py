@@ -207,7 +207,7 @@ def _regions(held: Sequence[Piece]) -> tuple[tuple[int, ...], list[_Region]]:
     reaches = [reach(piece) for piece in held]
     if any(stop - start != piece.num_elements for (start, stop), piece in zip(reaches, held, strict=True)):
         return shape, [(box.offset, box.stop, holder) for holder, piece in enumerate(held) for box in piece.boxes()]
-    flat = [((start,), (stop,), holder) for holder, (start, stop) in enumerate(reaches) if start < stop]
+    flat: list[_Region] = [((start,), (stop,), holder) for holder, (start, stop) in enumerate(reaches) if start < stop]
     return (math.prod(shape),), flat
 
 
