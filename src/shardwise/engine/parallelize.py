@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -88,7 +88,7 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
-from shardwise.engine.zero.flat_params import FlatParams, Owned, note_masters
+from shardwise.engine.zero.flat_params import FlatParams, note_masters
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
 from shardwise.engine.zero.reduce import GradReduce
@@ -324,25 +324,13 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
 # [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
 
 
-class _Kept(NamedTuple):
-    """What is left of the model and its optimizers on this rank."""
-
-    inventory: Inventory
-    """All parameters of the model."""
-    stages: StageParameters
-    tensors: RankTensors
-    optimizers: tuple[KnownOptimizer, ...]
-    updated: Sequence[Owned]
-    """What they have."""
-    matrices: MatrixUpdates | None
-
-
 def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[Any]:
     model, plan, channel, counters = asked.loss.model, asked.plan, asked.channel, asked.settled.counters
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     random = KeyedRandom(model, channel.device, terms.seed)
-    inventory, stages, tensors, optimizers, updated, matrices = _keep_own(asked, inspected, terms, channels)
+    inventory, stages, tensors, optimizers, matrices = _keep_own(asked, inspected, terms, channels)
+    updated = tensors.buffers.owned if matrices is None else matrices.updated
     held, buffers = tensors.held, tensors.buffers
     # Layers of forwards stand at their `Place`, whatever the order of these calls.
     let_inputs_follow(model, plan.precision)
@@ -456,8 +444,13 @@ def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels) -> _Kept:
-    """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters."""
+def _keep_own(
+    asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels
+) -> tuple[Inventory, StageParameters, RankTensors, tuple[KnownOptimizer, ...], MatrixUpdates | None]:
+    """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters.
+
+    The inventory that comes back is of all parameters of the model.
+    """
     model, plan = asked.loss.model, asked.plan
     device, coordinate, counters = channels.world.device, channels.pipeline.rank, asked.settled.counters
     waiting = inspected.inventory.waiting()
@@ -507,10 +500,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         waiting=waiting,
         offload=plan.sharding.offload,
     )
-    updated, matrices = buffers.owned, None
-    if homes is not None and layout.ownership.homes:
-        matrices = MatrixUpdates(buffers, owned, homes)
-        updated = matrices.updated
+    matrices = MatrixUpdates(buffers, owned, homes) if homes is not None and layout.ownership.homes else None
 
     def keep_gradients(parameters: Mapping[str, nn.Parameter], ownership: Ownership, alone: Channel) -> GradReduce:
         # Like those of any parameter, with this rank as the only owner: nothing is reduced. Others add to the sums.
@@ -520,6 +510,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, keep_gradients=keep_gradients, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.
+    updated = buffers.owned if matrices is None else matrices.updated
     swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), updated)
     if terms.values is not None:
         # Buffers of other stages stay without values here.
@@ -533,7 +524,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     tensors = RankTensors(
         held=held, owned=owned, layout=layout, buffers=buffers, ties=ties, model_buffers=model_buffers
     )
-    return _Kept(inventory, stages, tensors, optimizers, updated, matrices)
+    return inventory, stages, tensors, optimizers, matrices
 
 
 @torch.no_grad()
