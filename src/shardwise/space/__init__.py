@@ -16,7 +16,7 @@ from shardwise.space.meshes import AXES, Mesh
 from shardwise.space.moves import BlockPart, Move, PieceIndex, moves, overlap
 from shardwise.space.pieces import Piece, check_cover
 from shardwise.space.portions import Portion, even_cuts
-from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box
+from shardwise.space.runs import Run, boxes_of_run
 
 __all__ = [
     "AXES",
@@ -29,7 +29,6 @@ __all__ = [
     "Portion",
     "Run",
     "boxes_of_run",
-    "boxes_of_run_in_box",
     "check_cover",
     "even_cuts",
     "moves",

@@ -22,7 +22,7 @@ from operator import add, sub
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import row_major_strides
-from shardwise.space.pieces import Piece, reach
+from shardwise.space.pieces import Block, Piece, blocks_of, reach
 from shardwise.space.runs import Run, boxes_of_run
 
 
@@ -115,7 +115,7 @@ def shared_elements(a: Piece, b: Piece) -> int:
     return shared if a.run is b.run is None else elements_in_both(blocks_of(a), blocks_of(b))
 
 
-def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
+def elements_in_both(blocks: Iterable[Block], others: Sequence[Block]) -> int:
     """How many elements two pieces share, by their blocks. A caller with many pieces makes their blocks once."""
     # Blocks of one piece do not overlap, so that volumes may be added.
     shared = 0
@@ -226,22 +226,6 @@ def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
         return []
     shape = (stop - start,)
     return [Move(shape, BlockPart(start - source[0], shape, (0,)), BlockPart(start - target[0], shape, (0,)))]
-
-
-Block = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Where in the storage a block begins, its shape, and its first index in the tensor."""
-
-
-def blocks_of(piece: Piece) -> list[Block]:
-    """The boxes of a piece, each a stretch of its storage, in order."""
-    if piece.run is None:
-        return [(0, piece.shape, piece.offset)]
-    blocks = []
-    start = 0
-    for box in boxes_of_run(piece.shape, piece.run):
-        blocks.append((start, box.shape, tuple(map(add, box.offset, piece.offset))))
-        start += math.prod(box.shape)
-    return blocks
 
 
 def _block_moves(source: Piece, target: Piece) -> list[Move]:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import add
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import Box, index_of_element
-from shardwise.space.runs import Run, boxes_of_run_in_box
+from shardwise.space.runs import Run, boxes_of_run
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -104,11 +105,27 @@ class Piece:
 
     def boxes(self) -> tuple[Box, ...]:
         """Return the disjoint boxes, in coordinates of the tensor, that have exactly the piece's elements, in order."""
-        return boxes_of_run_in_box(self.box, self.elements)
+        return tuple(Box(offset, shape) for _, shape, offset in blocks_of(self) if 0 not in shape)
 
     def __str__(self) -> str:
         box = ", ".join(f"{start}:{start + size}" for start, size in zip(self.offset, self.shape, strict=True))
         return f"{self.name}[{box}]" + ("" if self.run is None else f" run {self.run.start}:{self.run.stop}")
+
+
+Block = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where in the storage a block begins, its shape, and its first index in the tensor."""
+
+
+def blocks_of(piece: Piece) -> list[Block]:
+    """The boxes of a piece, each a stretch of its storage, in order."""
+    if piece.run is None:
+        return [(0, piece.shape, piece.offset)]
+    blocks = []
+    start = 0
+    for box in boxes_of_run(piece.shape, piece.run):
+        blocks.append((start, box.shape, tuple(map(add, box.offset, piece.offset))))
+        start += math.prod(box.shape)
+    return blocks
 
 
 def reach(piece: Piece) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Runs: half-open ranges of row-major elements, and how they and boxes become each other."""
 
 import math
-from operator import add
 from typing import NamedTuple
 
 from shardwise.errors import PlanError
@@ -94,11 +93,3 @@ def boxes_of_run(shape: tuple[int, ...], run: Run) -> tuple[Box, ...]:
             start = end
         dim += 1
     return tuple(boxes)
-
-
-def boxes_of_run_in_box(box: Box, run: Run) -> tuple[Box, ...]:
-    """Return the boxes, in the coordinates of `box`'s tensor, of a run that counts the elements of `box`.
-
-    They are those of `boxes_of_run(box.shape, run)`, moved to where the box is.
-    """
-    return tuple(Box(tuple(map(add, part.offset, box.offset)), part.shape) for part in boxes_of_run(box.shape, run))
