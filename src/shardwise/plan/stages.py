@@ -15,7 +15,7 @@ from shardwise.errors import PlanError, few_of
 from shardwise.plan.balance import balanced_stages
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import Outline, parents
-from shardwise.plan.specs import ByName, Pipeline, toml_text
+from shardwise.plan.specs import Pipeline, toml_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +31,6 @@ class Placement:
     """Placed module, by its first name -> stage; everything inside it belongs to the same stage."""
     parameters: Mapping[str, int]
     """Parameter that a module outside the placed ones holds itself -> stage."""
-
-    def __post_init__(self) -> None:
-        # The order of the model is kept, and the mapping can be compared and hashed as the rest of the value.
-        object.__setattr__(self, "modules", ByName(self.modules))
-        object.__setattr__(self, "parameters", ByName(self.parameters))
 
     def rank_of(self, stage: int) -> int:
         """The coordinate along `pp` of the rank that runs a stage."""
