@@ -21,9 +21,8 @@ from itertools import accumulate, product
 from operator import add, sub
 
 from shardwise.errors import PlanError
-from shardwise.space.boxes import row_major_strides
+from shardwise.space.boxes import Run, boxes_of_run, row_major_strides
 from shardwise.space.pieces import Block, Piece, blocks_of, reach
-from shardwise.space.runs import Run, boxes_of_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from itertools import pairwise
 from operator import add
 
 from shardwise.errors import PlanError
-from shardwise.space.boxes import Box, index_of_element
-from shardwise.space.runs import Run, boxes_of_run
+from shardwise.space.boxes import Box, Run, boxes_of_run, index_of_element
 
 
 @dataclass(frozen=True, slots=True, init=False)
