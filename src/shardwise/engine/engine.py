@@ -1,4 +1,4 @@
-"""The engine: a model under a plan, trained one update at a time. What it costs a rank is in `plan_sizes`.
+"""The engine: a model under a plan, trained one update at a time. What it costs a rank is in `rank_parts`.
 
 One update on two data ranks (numbers as in docs/internals.md):
 
@@ -44,8 +44,7 @@ from shardwise.engine.forward.packed_tensors import PackedPlaces
 from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, TrainedSet
 from shardwise.engine.guards.forward_writes import ForwardWrites
 from shardwise.engine.guards.plain_calls import CHANGED_LINES
-from shardwise.engine.model.plan_sizes import footprint_of, traffic_of
-from shardwise.engine.model.rank_parts import Asked, RankParts
+from shardwise.engine.model.rank_parts import Asked, RankParts, footprint_of, traffic_of
 from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, state_of
 from shardwise.engine.model.whole import whole_inside
 from shardwise.engine.optimizers.known import KnownOptimizer

@@ -29,8 +29,15 @@ from shardwise.engine.forward.inventory import exchange, named_places, take_over
 from shardwise.engine.forward.kept_objects import aliases_in, take_along
 from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.model.rank_parts import Asked, Settled
-from shardwise.engine.model.state import EngineRestoration, HandOver
-from shardwise.engine.model.state_of_all import merged_settings, settings_texts, sources_of, stored_of_all, targets_of
+from shardwise.engine.model.state import (
+    EngineRestoration,
+    HandOver,
+    merged_settings,
+    settings_texts,
+    sources_of,
+    stored_of_all,
+    targets_of,
+)
 from shardwise.engine.optimizers.known import of_no_parameter
 from shardwise.errors import CheckpointError, PlanError, ShardwiseError
 from shardwise.moving import Gathering

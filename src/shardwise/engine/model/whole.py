@@ -27,8 +27,9 @@ from shardwise.engine.forward.layers import is_ours, unwrap
 from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
-from shardwise.engine.model.state import EngineRestoration, HandOver
-from shardwise.engine.model.state_of_all import (
+from shardwise.engine.model.state import (
+    EngineRestoration,
+    HandOver,
     Pieces,
     merged_settings,
     settings_texts,
