@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, plural
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.tensor_rules import rule_problems
@@ -187,8 +187,8 @@ class Pipeline:
         """One finding for each key of `stages` with a stage that `num_ranks` ranks do not have."""
         num_stages = num_ranks * self.num_chunks
         return [
-            f"pipeline.stages: {key!r} is given stage {stage}, but pp={num_ranks} with {self.num_chunks} "
-            f"stage{'s' if self.num_chunks > 1 else ''} per rank has the stages 0 to {num_stages - 1}"
+            f"pipeline.stages: {key!r} is given stage {stage}, but pp={num_ranks} with "
+            f"{plural(self.num_chunks, 'stage')} per rank has the stages 0 to {num_stages - 1}"
             for key, stage in (self.stages or {}).items()
             if stage >= num_stages
         ]

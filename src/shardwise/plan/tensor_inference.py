@@ -15,6 +15,8 @@ and ends in rows. A map that would be both is what the earlier family needs it t
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.errors import plural
+
 WHOLE = 0
 """The group of what every rank has."""
 
@@ -228,7 +230,7 @@ def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: ForwardTrac
     if fewest < num_ranks:
         reason = next((trace.reasons[group] for order in orders for group in order if group in trace.reasons), "")
         because = f", tied by {reason}" if reason else ""
-        return f"{fewest} group{'s' * (fewest != 1)} of features that belong together{because}, for {num_ranks} ranks"
+        return f"{plural(fewest, 'group')} of features that belong together{because}, for {num_ranks} ranks"
     if both := [each for each in members.columns if each in members.rows]:
         return f"{both[0]!r} reads its outputs itself"
     groups = [group for order in orders for group in order]
