@@ -58,7 +58,18 @@ def text_of(case: str) -> str:
     plan = PLANS[case]
     ownership = ownership_of(plan)
     lines = [f"owner {owner}: {_bytes_of(ownership, owner, plan)}" for owner in range(ownership.num_owners)]
-    return plan.text() + "\n" + ownership.text() + "\n" + "\n".join(lines) + "\n"
+    return plan.text() + "\n" + _written(ownership) + "\n" + "\n".join(lines) + "\n"
+
+
+def _written(ownership: Ownership) -> str:
+    """A line per bucket and slot."""
+    lines = [f"owners {ownership.num_owners} replicas {ownership.num_replicas}"]
+    for bucket in ownership.buckets:
+        kind = "trainable" if bucket.trainable else "frozen"
+        parts = ",".join(map(str, bucket.counts))
+        lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}")
+        lines += [f'  {slot.start} +{slot.num_elements} "{slot.name}"' for slot in bucket.slots]
+    return "\n".join(lines) + "\n"
 
 
 def ownership_of(plan: Plan) -> Ownership:

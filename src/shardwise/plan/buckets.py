@@ -15,7 +15,6 @@ parameters w0, w1 and w2 of 10, 40 and 16 elements, filled from the last to the 
 optimizer must see whole is cut for no owner. Padding belongs to no parameter: no norm, optimizer or file ever reads it.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,18 +98,6 @@ class Ownership:
     buckets: tuple[Bucket, ...]
     homes: Mapping[str, Home] = field(default_factory=dict)
     """Of parameters that one of several ranks with their parts, or copies, updates as a whole."""
-
-    def text(self) -> str:
-        """A line per bucket and slot; another ownership has another text."""
-        lines = [f"owners {self.num_owners} replicas {self.num_replicas}"]
-        for bucket in self.buckets:
-            kind = "trainable" if bucket.trainable else "frozen"
-            unit = "" if bucket.unit is None else f" unit {json.dumps(bucket.unit)}"
-            parts = ",".join(map(str, bucket.counts))
-            lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}{unit}")
-            lines += [f"  {slot.start} +{slot.num_elements} {json.dumps(slot.name)}" for slot in bucket.slots]
-        lines += [f"home {json.dumps(name)} owner {home.owner} rank {home.rank}" for name, home in self.homes.items()]
-        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
