@@ -42,7 +42,6 @@ from shardwise.engine.optimizers.known import of_no_parameter
 from shardwise.errors import CheckpointError, PlanError, ShardwiseError
 from shardwise.moving import Gathering
 from shardwise.moving.live_states import reshard_told
-from shardwise.moving.piece_exchange import PIECES
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import ADDED
 from shardwise.space import Piece
@@ -75,7 +74,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
         aliases = aliases_in(engine.model, dict(engine.model.named_parameters()))
-        stored = stored_of_all(channel, sources, held := Gathering(PIECES))
+        stored, held = stored_of_all(channel, sources)
         _empty(handed, swapped)
         old, runner = engine.plan, engine.pipeline
         has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)

@@ -40,7 +40,7 @@ from shardwise.engine.torch_private import DisableTorchFunctionSubclass, load_al
 from shardwise.engine.zero.flat_params import FlatParams, Owned, placed, whole
 from shardwise.errors import CheckpointError
 from shardwise.moving import Gathering
-from shardwise.moving.piece_exchange import pack_pieces, tables_of, tensors_in
+from shardwise.moving.piece_exchange import PIECES, pack_pieces, tables_of, tensors_in
 from shardwise.plan.names import MASTER, named_by_wrappers, split_state_name, state_name
 from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
@@ -386,13 +386,14 @@ def _buffers(model: nn.Module) -> Pieces:
     return pieces
 
 
-def stored_of_all(channel: Channel, pieces: Pieces, gathering: Gathering) -> dict[str, Piece]:
+def stored_of_all(channel: Channel, pieces: Pieces) -> tuple[dict[str, Piece], Gathering]:
     """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it.
 
-    gathering: knows afterwards what each rank holds, for the move.
+    With it comes what knows the pieces of all ranks, so that a move of them need not tell them again.
     """
+    gathering = Gathering(PIECES)
     (texts,) = gathering.gather(channel, [pack_pieces(list(pieces))])
-    return tensors_in(texts)
+    return tensors_in(texts), gathering
 
 
 def settings_texts(settings: Mapping[str, Any]) -> list[bytes]:

@@ -44,7 +44,7 @@ from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
 from shardwise.moving.live_states import reshard_told
-from shardwise.moving.piece_exchange import PIECES, pack_pieces, tensors_in
+from shardwise.moving.piece_exchange import pack_pieces, tensors_in
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
@@ -133,7 +133,7 @@ def _gathered(
             for piece, each in sources.items()
             if is_state_name(piece.name) or _parameter_of(piece.name) in meant
         }
-    stored = stored_of_all(channel, sources, held := Gathering(PIECES))
+    stored, held = stored_of_all(channel, sources)
     shapes: dict[str, torch.Tensor] = {}
     if only is not None:
         # State of the others has shapes alone, but for numbers: optimizers turn these into Python's.
