@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from benchmarks.markdown import Row, markdown, write_page
-from shardwise.engine.model.state_of_all import merged_settings, settings_texts
+from shardwise.engine.model.state import merged_settings, settings_texts
 from shardwise.moving import Gathering
 
 RESULTS = Path(__file__).parent / "results" / "settings.md"

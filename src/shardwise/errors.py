@@ -29,6 +29,11 @@ def few_of(names: Sequence[str], most: int = 3, *, quotes: bool = True) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def plural(count: int, noun: str) -> str:
+    """A number and its noun: "1 file", "2 files", "2 batches"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('ch', 's')) else 's'}"
+
+
 def in_words(error: BaseException) -> str:
     """The class of an error and what it says, if it says anything (KeyboardInterrupt does not)."""
     return ": ".join(filter(None, (type(error).__name__, str(error))))

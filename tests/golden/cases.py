@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shardwise.plan import Merge, Ownership, Plan, Precision, Sharding, footprint, plan_arena, plan_ownership, traffic
+from shardwise.plan.buckets import OwnedLayout
 from shardwise.plan.outlines import describe
 from shardwise.space import Mesh
 
@@ -57,7 +58,18 @@ def text_of(case: str) -> str:
     plan = PLANS[case]
     ownership = ownership_of(plan)
     lines = [f"owner {owner}: {_bytes_of(ownership, owner, plan)}" for owner in range(ownership.num_owners)]
-    return plan.text() + "\n" + ownership.text() + "\n" + "\n".join(lines) + "\n"
+    return plan.text() + "\n" + _written(ownership) + "\n" + "\n".join(lines) + "\n"
+
+
+def _written(ownership: Ownership) -> str:
+    """A line per bucket and slot."""
+    lines = [f"owners {ownership.num_owners} replicas {ownership.num_replicas}"]
+    for bucket in ownership.buckets:
+        kind = "trainable" if bucket.trainable else "frozen"
+        parts = ",".join(map(str, bucket.counts))
+        lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}")
+        lines += [f'  {slot.start} +{slot.num_elements} "{slot.name}"' for slot in bucket.slots]
+    return "\n".join(lines) + "\n"
 
 
 def ownership_of(plan: Plan) -> Ownership:
@@ -80,8 +92,9 @@ def ownership_of(plan: Plan) -> Ownership:
 
 def _bytes_of(ownership: Ownership, owner: int, plan: Plan) -> str:
     k = plan.merge.microbatches
-    held = footprint(ownership, owner, plan.precision, num_microbatches=k)
-    sent = traffic(ownership, owner, plan.precision, num_microbatches=k)
+    layout = OwnedLayout(ownership=ownership)
+    held = footprint(layout, owner, plan.precision, num_microbatches=k)
+    sent = traffic(layout, owner, plan.precision, num_microbatches=k)
     arena = plan_arena(ownership, owner, plan.precision, num_microbatches=k)
     regions = ", ".join(
         f"{each.gradient_dtype} {each.gradient_start_bytes} -> {each.reduced_start_bytes}" for each in arena.regions

@@ -1,19 +1,17 @@
 """Buckets and owners: every element has one place and one owner."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan import Bucket, Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Portion, even_cuts
-from tests.plan.strategies import models, names, ownerships, precisions, proven, shardings
-from tests.plan.texts import ownership_from
+from tests.plan.strategies import models, ownerships, precisions, proven, shardings
 
 counts = st.integers(1, 9)
 any_model = precisions.flatmap(models)
@@ -168,21 +166,3 @@ def test_buckets_follow_backward_from_the_last_parameter_to_the_first(
     for bucket in ownership.buckets if sharding.partition == "slice" else ():
         positions = [position[name] for name in names_in(bucket)]
         assert positions == sorted(positions, reverse=True)
-
-
-@proven
-@given(precisions.flatmap(ownerships))
-def test_text_form_parses_back(ownership: Ownership) -> None:
-    assert ownership_from(ownership.text()) == ownership
-
-
-@proven
-@given(st.lists(names, min_size=1, max_size=4, unique=True))
-@example([' a "b"\n c\u00e9\u2028'])
-def test_any_names_stand_in_the_text_on_one_line_each(odd: list[str]) -> None:
-    model = [Parameter(name=name, shape=(), dtype="float32", working="float32", master="float32") for name in odd]
-    ownership = plan_ownership(model, Sharding(), num_owners=1, num_replicas=1)
-    text = ownership.text()
-    assert text.splitlines()[-1] == f"  {(len(odd) - 1) * 16} +1 {json.dumps(odd[0])}"
-    assert text.isascii()
-    assert ownership_from(text) == ownership

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan import Arena, Bucket, Ownership, Precision, footprint, plan_arena, traffic
+from shardwise.plan import Arena, Bucket, OwnedLayout, Ownership, Precision, footprint, plan_arena, traffic
 from shardwise.plan.dtypes import itemsize_bytes, promote
 from shardwise.plan.memory import gradient_dtype, wire_dtype
 from shardwise.plan.specs import Sums
@@ -105,7 +105,7 @@ def test_footprint_counts_every_byte(given_plan: tuple[Precision, Ownership], nu
             for element in range(slot.num_elements)
             if bucket.part(owner).start <= slot.start + element < bucket.part(owner).stop
         ]
-        found = footprint(ownership, owner, precision, num_microbatches=num_microbatches)
+        found = footprint(OwnedLayout(ownership=ownership), owner, precision, num_microbatches=num_microbatches)
         assert found.working_bytes == sum(map(itemsize_bytes, working))
         assert found.master_bytes == sum(map(itemsize_bytes, masters))
         assert found.owned_elements == len(owned)
@@ -129,7 +129,9 @@ def test_what_arrives_takes_a_buffer_for_each_bucket_on_its_way(
 ) -> None:
     buckets = [Bucket(working="bfloat16", master="float32", trainable=True, slots=(), counts=(48, 48))] * 3
     ownership = Ownership(num_owners=2, num_replicas=1, buckets=tuple(buckets))
-    found = footprint(ownership, 0, BF16, num_microbatches=count, sums=sums, goes_ahead=goes_ahead)
+    found = footprint(
+        OwnedLayout(ownership=ownership), 0, BF16, num_microbatches=count, sums=sums, goes_ahead=goes_ahead
+    )
     assert found.reducing_bytes == num_bytes
 
 
@@ -164,7 +166,7 @@ def test_traffic_counts_every_element_sent(
     precision, ownership = given_plan
     owner = data.draw(st.integers(0, ownership.num_owners - 1))
     replica = data.draw(st.integers(0, ownership.num_replicas - 1))
-    found = traffic(ownership, owner, precision, num_microbatches=num_microbatches)
+    found = traffic(OwnedLayout(ownership=ownership), owner, precision, num_microbatches=num_microbatches)
     expected = element_by_element(ownership, owner, replica, precision, num_microbatches)
     assert (found.reduce_bytes, found.gather_bytes) == expected
 

@@ -9,7 +9,6 @@ import pytest
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Activations, Merge, Outline, Pipeline, Plan, Precision, Sharding, Tensor, place
-from shardwise.plan.activation_choice import meant_modules
 from shardwise.plan.nested_state import nested_state
 from shardwise.plan.optimizer_entries import python_type, values_of
 from shardwise.plan.outlines import check_keep, describe
@@ -17,7 +16,7 @@ from shardwise.plan.saved_settings import shared_to_json, stored_optimizers
 from shardwise.plan.schedule_check import adapt, check
 from shardwise.plan.schedules import Schedule, make_schedule
 from shardwise.plan.timeline import ideal_bubble, simulate_schedule
-from shardwise.plan.units import plan_units
+from shardwise.plan.units import meant_modules, plan_units
 from shardwise.routes.reshard import plan_reshard
 from shardwise.space import Mesh, Piece
 from tests.plan.outlines import Tree, layers, model, shared_embedding

@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from shardwise.plan import Outline
-from shardwise.plan.units import Unit, Units, plan_units
+from shardwise.plan.units import meant_modules, plan_units
 from tests.costs import calls_in
 from tests.plan.outlines import Tree, layers, model, trees
-from tests.plan.strategies import names, proven
-from tests.plan.texts import units_from
+from tests.plan.strategies import proven
 
 STAGE = "model.embed model.layers.0 model.layers.1.attention model.layers.1.mlp model.layers.2"
 BLOCK: Tree = {"attention": {"q": 4, "k": 4}, "mlp": 8}
@@ -25,7 +23,7 @@ def firsts(outline: Outline) -> dict[str, str]:
 def units_of(outline: Outline, **settings: object) -> dict[str, tuple[str, ...]]:
     first_names = {**firsts(outline), **settings.pop("ties", {})}  # type: ignore[dict-item]
     planned = plan_units(outline, first_names=first_names, **settings)  # type: ignore[arg-type]
-    return {unit.name: unit.modules for unit in planned.units}
+    return {unit.name: unit.modules for unit in planned}
 
 
 def own(*found: str) -> dict[str, tuple[str, ...]]:
@@ -122,15 +120,26 @@ def test_torchs_own_modules_are_not_taken_apart() -> None:
 def test_every_parameter_has_one_unit_that_holds_it(tree: Tree) -> None:
     outline = model(tree)
     planned = plan_units(outline, first_names=firsts(outline))
-    found = [name for unit in planned.units for name in unit.parameters]
+    found = [name for unit in planned for name in unit.parameters]
     assert sorted(found) == sorted(firsts(outline))
-    for unit in planned.units:
+    for unit in planned:
         assert all(name.startswith(f"{unit.name}." if unit.name else "") for name in unit.parameters)
-    assert units_from(planned.text()) == planned
 
 
-@proven
-@given(st.lists(st.tuples(names, st.lists(names, max_size=2), st.lists(names, min_size=1, max_size=2)), max_size=3))
-def test_any_name_comes_back_from_the_text(drawn: list[tuple[str, list[str], list[str]]]) -> None:
-    units = Units(units=tuple(Unit(name=a, modules=tuple(b), parameters=tuple(c)) for a, b, c in drawn))
-    assert units_from(units.text()) == units
+ATTENTION: Tree = {"attention": {".in": 4}, "up": 4}
+NET: Tree = {"embedding": 4, "layers[]": {"0": ATTENTION, "1": ATTENTION}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("blocks", ["layers.0", "layers.1"]),
+        (("*.up", "layers.0"), ["layers.0", "layers.1.up"]),
+        (("layers.*",), ["layers.0", "layers.1"]),
+        (("*.attention", "embedding"), ["embedding", "layers.0.attention", "layers.1.attention"]),
+        ((".",), [""]),
+        ((".", "layers.0"), [""]),
+    ],
+)
+def test_of_modules_to_run_again_inside_each_other_the_outermost_is_meant(asked: Any, meant: list[str]) -> None:
+    assert meant_modules(model(NET), asked, setting="activations.checkpoint") == meant

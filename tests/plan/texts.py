@@ -1,15 +1,11 @@
 """Plans read back from their texts: two plans with one text would be taken for one where ranks compare digests."""
 
-import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from shardwise.plan import Bucket, Ownership, Placement
-from shardwise.plan.buckets import Slot
+from shardwise.plan import Placement
 from shardwise.plan.tensor_plan import ParameterCut, Style, TensorPlan
-from shardwise.plan.units import Unit, Units
 
 
 def placement_from(text: str) -> Placement:
@@ -34,48 +30,3 @@ def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
         return tuple(map(tupled, value)) if isinstance(value, list) else value
 
     return {key: tupled(value) for key, value in table.items()}
-
-
-def units_from(text: str) -> Units:
-    units: list[tuple[str, list[str], list[str]]] = []
-    for line in text.splitlines():
-        if line.startswith("unit "):
-            units.append((json.loads(line[5:]), [], []))
-        elif line.startswith("  before "):
-            units[-1][1].append(json.loads(line[9:]))
-        else:
-            units[-1][2].append(json.loads(line))
-    return Units(units=tuple(Unit(name=a, modules=tuple(b), parameters=tuple(c)) for a, b, c in units))
-
-
-def ownership_from(text: str) -> Ownership:
-    buckets: list[Bucket] = []
-    owners = replicas = 0
-    for line in text.splitlines():
-        match line.split(maxsplit=2 if line.startswith(" ") else 7):
-            case ["owners", num_owners, "replicas", num_replicas] if not buckets:
-                owners, replicas = int(num_owners), int(num_replicas)
-            case ["bucket", working, master, "trainable" | "frozen" as kind, "parts", parts, *rest]:
-                bucket = Bucket(
-                    working=working,
-                    master=master,
-                    trainable=kind == "trainable",
-                    slots=(),
-                    counts=tuple(map(int, parts.split(","))),
-                    unit=_unit_from(rest),
-                )
-                buckets.append(bucket)
-            case [start, length, name]:
-                slot = Slot(name=json.loads(name), start=int(start), num_elements=int(length))
-                buckets[-1] = replace(buckets[-1], slots=(*buckets[-1].slots, slot))
-            case _:
-                raise ValueError(line)
-    return Ownership(num_owners=owners, num_replicas=replicas, buckets=tuple(buckets))
-
-
-def _unit_from(rest: Sequence[str]) -> Any:
-    if not rest:
-        return None
-    keyword, text = rest
-    assert keyword == "unit"
-    return json.loads(text)

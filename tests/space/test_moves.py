@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.space import BlockPart, Box, Mesh, Move, Piece, moves, overlap
-from shardwise.space.moves import reach, stretch_of
+from shardwise.space.moves import stretch_of
+from shardwise.space.pieces import reach
 from tests.space.layouts import Cut, Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, piece_pairs, pieces_of, proven, shapes
 

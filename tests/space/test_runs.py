@@ -7,20 +7,14 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.space import Box, Run, boxes_of_run, boxes_of_run_in_box
-from tests.space.plain import Shape, boxes_within, elements_of_box, indices_of_box, proven, runs_within, shapes
+from shardwise.space import Box, Run, boxes_of_run
+from tests.space.plain import Shape, elements_of_box, proven, runs_within, shapes
 
 
 @st.composite
 def shapes_and_runs(draw: st.DrawFn) -> tuple[Shape, Run]:
     shape = draw(shapes())
     return shape, draw(runs_within(math.prod(shape)))
-
-
-@st.composite
-def shapes_and_boxes(draw: st.DrawFn) -> tuple[Shape, Box]:
-    shape = draw(shapes())
-    return shape, draw(boxes_within(shape))
 
 
 @proven
@@ -32,15 +26,6 @@ def test_boxes_of_a_run_laid_one_after_the_other_are_the_run(case: tuple[Shape, 
     assert elements == list(range(run.start, run.stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.num_elements for box in boxes)
-
-
-@proven
-@given(st.data(), shapes_and_boxes())
-def test_a_run_of_a_box_counts_the_elements_of_that_box(data: st.DataObject, case: tuple[Shape, Box]) -> None:
-    _, box = case
-    run = data.draw(runs_within(box.num_elements))
-    indices = [index for part in boxes_of_run_in_box(box, run) for index in indices_of_box(part)]
-    assert indices == indices_of_box(box)[run.start : run.stop]
 
 
 @proven

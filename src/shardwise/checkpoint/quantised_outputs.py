@@ -11,7 +11,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.copies import put
 from shardwise.rewrite import Checked
 from shardwise.space import Box, Piece
-from shardwise.space.moves import blocks_of
+from shardwise.space.pieces import blocks_of
 
 
 class QuantisingReader:

@@ -37,7 +37,7 @@ from shardwise.rewrite.metas import KEPT_FILL, needed_casts
 from shardwise.rewrite.strided_views import fill_of, scales_of
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
-from shardwise.space.moves import blocks_of
+from shardwise.space.pieces import blocks_of
 
 # What a rewrite has to know of tensors
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.exit_verdicts import FAILED, INTERRUPTED, ExitVerdict, errors_in_words, print_verdict
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, plural
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Contents, StoredPiece, VerifyReport
@@ -323,11 +323,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     click.secho(line(header), bold=True)
     for row in rows:
         click.echo(line(row))
-
-
-def plural(number: int, noun: str) -> str:
-    """A number and its noun: "1 file", "2 files"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @contextlib.contextmanager

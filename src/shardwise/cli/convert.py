@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from shardwise.cli.ckpt import byte_progress, plural
+from shardwise.cli.ckpt import byte_progress
 from shardwise.cli.exit_verdicts import Renamed, errors_in_words
+from shardwise.errors import plural
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport

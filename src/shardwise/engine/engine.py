@@ -1,4 +1,4 @@
-"""The engine: a model under a plan, trained one update at a time. What it costs a rank is in `PlanSizes`.
+"""The engine: a model under a plan, trained one update at a time. What it costs a rank is in `rank_parts`.
 
 One update on two data ranks (numbers as in docs/internals.md):
 
@@ -44,8 +44,7 @@ from shardwise.engine.forward.packed_tensors import PackedPlaces
 from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, TrainedSet
 from shardwise.engine.guards.forward_writes import ForwardWrites
 from shardwise.engine.guards.plain_calls import CHANGED_LINES
-from shardwise.engine.model.plan_sizes import PlanSizes
-from shardwise.engine.model.rank_parts import Asked, RankParts
+from shardwise.engine.model.rank_parts import Asked, RankParts, footprint_of, traffic_of
 from shardwise.engine.model.state import EngineRestoration, HandOver, names_of_state, state_of
 from shardwise.engine.model.whole import whole_inside
 from shardwise.engine.optimizers.known import KnownOptimizer
@@ -116,7 +115,6 @@ class Engine(Generic[Model_co]):
         self._buffers = rank.tensors.buffers
         self._packed = PackedPlaces(rank.model)
         self._gradients = rank.gradients.reduced
-        self._sizes = PlanSizes(rank)
         self.tensor_decision = rank.computation.forwards.decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
         names = rank.names
@@ -570,11 +568,11 @@ class Engine(Generic[Model_co]):
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
         """Bytes that the plan gives this rank's buffers; microbatches: per update, None: the plan's."""
-        return self._sizes.footprint(self._count(microbatches))
+        return footprint_of(self._rank, self._count(microbatches))
 
     def traffic(self, *, microbatches: int | None = None) -> Traffic:
         """Bytes of gradients and parameters that this rank sends per update; microbatches: None: the plan's."""
-        return self._sizes.traffic(self._count(microbatches))
+        return traffic_of(self._rank, self._count(microbatches))
 
     def _count(self, microbatches: int | None) -> int:
         return self.plan.merge.microbatches if microbatches is None else microbatches

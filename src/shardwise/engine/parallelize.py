@@ -10,14 +10,14 @@
                             forwards  casts, and the layers of the plan in the order of `layers.Place`
 
 Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for its own tensors
-only. Then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
+only. Then the model's initialisers give whole tensors one after the other, and the rank keeps its part of each.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -55,7 +55,6 @@ from shardwise.engine.model.rank_parts import (
     RankParts,
     RankTensors,
     RankUpdates,
-    ValueSource,
 )
 from shardwise.engine.optimizers.known import (
     KnownOptimizer,
@@ -89,14 +88,14 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
-from shardwise.engine.zero.flat_params import FlatParams, Owned, note_masters
+from shardwise.engine.zero.flat_params import FlatParams, note_masters
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
-from shardwise.engine.zero.reduce import GradReduce, OwnedLayout
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.errors import MismatchError, PlanError
-from shardwise.plan import Ownership, Placement, Plan
-from shardwise.plan.units import Units
+from shardwise.plan import OwnedLayout, Ownership, Placement, Plan
+from shardwise.plan.units import Unit, unit_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -253,16 +252,17 @@ def _alone(plan: Plan) -> str:
 class _AgreedTerms:
     seed: int
     placement: Placement
-    units: Units
+    units: Sequence[Unit]
     decision: TensorDecision
-    values: ValueSource | None
-    """Where what waits on the meta device gets its values; None where nothing waits."""
+    values: Initialisation | None
+    """Of what waits on the meta device; None where nothing waits, or values come later."""
 
 
 def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     """Compare with the other ranks, and decide with them. Raises the same error on all."""
     model, plan, channel, inventory = asked.loss.model, asked.plan, asked.channel, inspected.inventory
-    placement, decision, values = asked.settled.placement, asked.settled.decision, asked.settled.values
+    placement, decision = asked.settled.placement, asked.settled.decision
+    values: Initialisation | None = None
     compare(
         channel,
         plan.text().splitlines(),
@@ -298,7 +298,7 @@ def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     units = units_of(model, inventory, plan, placement)
     if decision is None:
         decision = agree_on_tensor_plan(model, plan, channel, loss=asked.loss, sample=asked.sample)
-    if values is None and inventory.waiting():
+    if not asked.settled.is_filled_later and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
             inventory.refuse_waiting_packed()
             values = Initialisation(model, seed)
@@ -324,25 +324,13 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
 # [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
 
 
-class _Kept(NamedTuple):
-    """What is left of the model and its optimizers on this rank."""
-
-    inventory: Inventory
-    """All parameters of the model."""
-    stages: StageParameters
-    tensors: RankTensors
-    optimizers: tuple[KnownOptimizer, ...]
-    updated: Sequence[Owned]
-    """What they have."""
-    matrices: MatrixUpdates | None
-
-
 def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[Any]:
     model, plan, channel, counters = asked.loss.model, asked.plan, asked.channel, asked.settled.counters
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     random = KeyedRandom(model, channel.device, terms.seed)
-    inventory, stages, tensors, optimizers, updated, matrices = _keep_own(asked, inspected, terms, channels)
+    inventory, stages, tensors, optimizers, matrices = _keep_own(asked, inspected, terms, channels)
+    updated = tensors.buffers.owned if matrices is None else matrices.updated
     held, buffers = tensors.held, tensors.buffers
     # Layers of forwards stand at their `Place`, whatever the order of these calls.
     let_inputs_follow(model, plan.precision)
@@ -456,8 +444,13 @@ def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels) -> _Kept:
-    """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters."""
+def _keep_own(
+    asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels
+) -> tuple[Inventory, StageParameters, RankTensors, tuple[KnownOptimizer, ...], MatrixUpdates | None]:
+    """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters.
+
+    The inventory that comes back is of all parameters of the model.
+    """
     model, plan = asked.loss.model, asked.plan
     device, coordinate, counters = channels.world.device, channels.pipeline.rank, asked.settled.counters
     waiting = inspected.inventory.waiting()
@@ -470,7 +463,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
-    keeps = not isinstance(terms.values, Initialisation)
+    keeps = terms.values is None
     kept_buffers = drop_foreign(model, inventory, stages, coordinate, keeps_objects=keeps)
     # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device, keeps_objects=keeps)
@@ -502,15 +495,12 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         owned,
         layout.ownership,
         channels.owners,
-        unit_of=layout.units.unit_of(),
+        unit_of=unit_of(layout.units),
         whole=work.keys() if sliced else held.parameters.keys(),
         waiting=waiting,
         offload=plan.sharding.offload,
     )
-    updated, matrices = buffers.owned, None
-    if homes is not None and layout.ownership.homes:
-        matrices = MatrixUpdates(buffers, owned, homes)
-        updated = matrices.updated
+    matrices = MatrixUpdates(buffers, owned, homes) if homes is not None and layout.ownership.homes else None
 
     def keep_gradients(parameters: Mapping[str, nn.Parameter], ownership: Ownership, alone: Channel) -> GradReduce:
         # Like those of any parameter, with this rank as the only owner: nothing is reduced. Others add to the sums.
@@ -520,6 +510,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, keep_gradients=keep_gradients, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.
+    updated = buffers.owned if matrices is None else matrices.updated
     swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), updated)
     if terms.values is not None:
         # Buffers of other stages stay without values here.
@@ -533,7 +524,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     tensors = RankTensors(
         held=held, owned=owned, layout=layout, buffers=buffers, ties=ties, model_buffers=model_buffers
     )
-    return _Kept(inventory, stages, tensors, optimizers, updated, matrices)
+    return inventory, stages, tensors, optimizers, matrices
 
 
 @torch.no_grad()
@@ -576,7 +567,7 @@ def give_room(
 
 
 def fill(
-    source: ValueSource,
+    source: Initialisation,
     waiting: Collection[str],
     *,
     held: Inventory,

@@ -11,7 +11,7 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
     rank 1   4 5 6 7   --+       +-->   1 3 5 7      never the whole model
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -29,25 +29,24 @@ from shardwise.engine.forward.inventory import exchange, named_places, take_over
 from shardwise.engine.forward.kept_objects import aliases_in, take_along
 from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.model.rank_parts import Asked, Settled
-from shardwise.engine.model.state import EngineRestoration, HandOver
-from shardwise.engine.model.state_of_all import settings_texts, sources_of, stored_of_all, targets_of
+from shardwise.engine.model.state import (
+    EngineRestoration,
+    HandOver,
+    settings_texts,
+    sources_of,
+    stored_of_all,
+    targets_of,
+)
 from shardwise.engine.optimizers.known import of_no_parameter
 from shardwise.errors import CheckpointError, PlanError, ShardwiseError
-from shardwise.moving import Gathering, reshard
+from shardwise.moving import Gathering
+from shardwise.moving.live_states import reshard_told
 from shardwise.moving.piece_exchange import merged_settings
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import ADDED
 from shardwise.space import Piece
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class Later:
-    """Values come by a load afterwards: nothing comes now."""
-
-    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives none."""
-        return iter(())
 
 
 def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
@@ -75,7 +74,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
         aliases = aliases_in(engine.model, dict(engine.model.named_parameters()))
-        stored = stored_of_all(channel, handed.state, purpose="tensors of a relayout")
+        stored, held = stored_of_all(channel, sources)
         _empty(handed, swapped)
         old, runner = engine.plan, engine.pipeline
         has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)
@@ -90,7 +89,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
             groups={name: each.globs for name, each in handed.rank.names.groups.items()},
             settled=Settled(
                 # Initialising the emptied model would be work for nothing: the move overwrites all.
-                values=Later(),
+                is_filled_later=True,
                 # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
                 placement=runner.placement if runner is not None and has_stages else None,
                 decision=engine.tensor_decision if has_cuts else None,
@@ -99,7 +98,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         )
         new = engine.rebuild(asked)
         restoration = _restoration(channel, new, stored, settings)
-        reshard(sources, targets_of(restoration, handed.rank.model), channel, cast=True, compare=False)
+        reshard_told(sources, targets_of(restoration, handed.rank.model), channel, held, cast=True, compare=False)
         restoration.finish()
         take_along(aliases, dict(engine.model.named_parameters()))
         # Last: an error before leaves the old engine in charge.

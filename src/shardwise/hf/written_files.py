@@ -16,7 +16,7 @@ from shardwise.checkpoint.stores import Writer
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.engine import Engine
-from shardwise.engine.model.state_of_all import sources_of
+from shardwise.engine.model.state import sources_of
 from shardwise.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ from shardwise.comm.local_tensors import dtype_name, extent, first_shared, is_dt
 from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
 from shardwise.moving.mover import carry_out_plan
-from shardwise.moving.piece_exchange import consent
+from shardwise.moving.piece_exchange import Gathering, consent
 from shardwise.routes.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
@@ -44,44 +44,62 @@ def reshard(
     Where a rank is lost on the way (PeerError), targets have been written in part and freed sources are gone.
     """
     with given_or_default(channel, "a reshard") as used:
-        findings = [*_wrong_arguments(source, target, max_bytes), *findings_of(source, target)]
-        if free_sources and not isinstance(source, MutableMapping):
-            findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")
-        # A rank with wrong arguments takes part all the same, with nothing, and says why: all raise then, and none
-        # waits.
-        agreed = consent(
-            used,
-            [] if findings else list(source),
-            [] if findings else list(target),
-            max_bytes=DEFAULT_MAX_BYTES if findings else max_bytes,
-            cast=cast,
-            refusal=PlanError(*findings) if findings else None,
-            replicas=source if compare else None,
+        return reshard_told(
+            source, target, used, free_sources=free_sources, cast=cast, max_bytes=max_bytes, compare=compare
         )
-        filled = dict(target)
 
-        def room(piece: Piece) -> torch.Tensor:
-            tensor = filled[piece]
-            if tensor is None:
-                dtype = torch_dtype(piece.dtype)
-                tensor = filled[piece] = torch.empty(stored_shape(piece), dtype=dtype, device=used.device)
-            return tensor
 
-        def let_go(piece: Piece) -> None:
-            if isinstance(source, MutableMapping):
-                # The entry is the last thing that holds the tensor, unless the caller keeps it elsewhere.
-                del source[piece]
+def reshard_told(
+    source: Mapping[Piece, torch.Tensor],
+    target: Mapping[Piece, torch.Tensor | None],
+    channel: Channel,
+    gathering: Gathering | None = None,
+    *,
+    free_sources: bool = False,
+    cast: bool = False,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    compare: bool = True,
+) -> dict[Piece, torch.Tensor]:
+    """As `reshard`, after ranks have told each other by `gathering` what they hold: that does not travel again."""
+    findings = [*_wrong_arguments(source, target, max_bytes), *findings_of(source, target)]
+    if free_sources and not isinstance(source, MutableMapping):
+        findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")
+    # A rank with wrong arguments takes part all the same, with nothing, and says why: all raise then, and none
+    # waits.
+    agreed = consent(
+        channel,
+        [] if findings else list(source),
+        [] if findings else list(target),
+        max_bytes=DEFAULT_MAX_BYTES if findings else max_bytes,
+        cast=cast,
+        refusal=PlanError(*findings) if findings else None,
+        replicas=source if compare else None,
+        gathering=gathering,
+    )
+    filled = dict(target)
 
-        carry_out_plan(
-            agreed.plan,
-            used,
-            sources=agreed.sources,
-            targets=agreed.targets,
-            take=source.__getitem__,
-            room=room,
-            let_go=let_go if free_sources else None,
-        )
-        return {piece: room(piece) for piece in target}  # those without elements are made only now
+    def room(piece: Piece) -> torch.Tensor:
+        tensor = filled[piece]
+        if tensor is None:
+            dtype = torch_dtype(piece.dtype)
+            tensor = filled[piece] = torch.empty(stored_shape(piece), dtype=dtype, device=channel.device)
+        return tensor
+
+    def let_go(piece: Piece) -> None:
+        if isinstance(source, MutableMapping):
+            # The entry is the last thing that holds the tensor, unless the caller keeps it elsewhere.
+            del source[piece]
+
+    carry_out_plan(
+        agreed.plan,
+        channel,
+        sources=agreed.sources,
+        targets=agreed.targets,
+        take=source.__getitem__,
+        room=room,
+        let_go=let_go if free_sources else None,
+    )
+    return {piece: room(piece) for piece in target}  # those without elements are made only now
 
 
 def stored_shape(piece: Piece) -> tuple[int, ...]:

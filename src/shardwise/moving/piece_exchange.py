@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, agreed, compare, json_as, of_form, texts_in, understood
+from shardwise.comm.agreement import a_table, agreed, compare, json_as, of_form, texts_in, understood, understood_once
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
@@ -34,6 +34,9 @@ from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
 
 _DIGEST_BYTES = 16
+
+PIECES = "pieces to reshard"
+"""The purpose of what ranks tell each other of them."""
 
 
 @dataclass(slots=True)
@@ -145,6 +148,17 @@ def unpack_pieces(text: bytes) -> list[Piece]:
     return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
 
 
+def tensors_in(texts: Sequence[bytes]) -> dict[str, Piece]:
+    """Every tensor that has a piece in a text of `pack_pieces`, as one piece, by name. `texts`: those of all ranks."""
+    form = json_as(list[tuple[str, str, list[int], Any]])
+
+    def parse(text: bytes) -> list[Piece]:
+        return [Piece(name=name, dtype=dtype, global_shape=tuple(shape)) for name, dtype, shape, _ in form(text)]
+
+    rows = understood_once(texts, parse, purpose=PIECES)  # replicas hold the same
+    return {each.name: each for each in chain.from_iterable(rows)}
+
+
 def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
     """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
     unpack = cache(lambda each: own if each == text else unpack_pieces(each))
@@ -172,20 +186,22 @@ def consent(
     refusal: ShardwiseError | None = None,
     word: str = "",
     replicas: Mapping[Piece, torch.Tensor] | None = None,
+    gathering: Gathering | None = None,
 ) -> Consent:
     """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
 
     refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks. replicas: what
-        it holds, where all ranks give that, and holders of one piece must have equal values.
+        it holds, where all ranks give that, and holders of one piece must have equal values. gathering: one that may
+        know texts of these pieces already.
     Raises PlanError or MismatchError, the same on every rank.
     """
     texts = [pack_pieces(sources), pack_pieces(targets)]
     options = {"max_bytes": max_bytes, "cast": cast, "compare": replicas is not None}
-    with Gathering("pieces to reshard").agreed(channel) as gathered:
+    with (gathering or Gathering(PIECES)).agreed(channel) as gathered:
         if refusal is not None:
             raise refusal
         gathered.own, gathered.value = texts, json.dumps([options, word]).encode()
-    asked = understood(gathered.values, json_as(tuple[dict[str, Any], str]), purpose="pieces to reshard")
+    asked = understood(gathered.values, json_as(tuple[dict[str, Any], str]), purpose=PIECES)
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
             raise MismatchError(

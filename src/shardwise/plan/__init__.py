@@ -7,17 +7,16 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     which module is on which stage   stages, balance
     in which order a stage works     schedules, schedule_check, timeline
     who owns which elements          buckets, units, residency, memory
-    what is kept for backward        activations, activation_choice, activation_budget
+    what is kept for backward        units, activation_budget
     what is cut along tp             tensor_rules -> tensor_matching -> tensor_cuts -> tensor_plan; tensor_inference
     what a save knows of training    saved_settings, optimizer_entries
 """
 
-from shardwise.plan.activations import Activations
-from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
+from shardwise.plan.buckets import Bucket, OwnedLayout, Ownership, Segment, Slot, plan_ownership
 from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
 from shardwise.plan.outlines import Outline, Parameter
 from shardwise.plan.schedules import Action, Schedule, make_schedule, split_rows
-from shardwise.plan.specs import Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
+from shardwise.plan.specs import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
 from shardwise.plan.stages import Placement, place
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 
@@ -31,6 +30,7 @@ __all__ = [
     "Footprint",
     "Merge",
     "Outline",
+    "OwnedLayout",
     "Ownership",
     "Parameter",
     "Pipeline",

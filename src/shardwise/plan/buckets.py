@@ -15,7 +15,6 @@ parameters w0, w1 and w2 of 10, 40 and 16 elements, filled from the last to the 
 optimizer must see whole is cut for no owner. Padding belongs to no parameter: no norm, optimizer or file ever reads it.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.matrix_homes import Home, share_out
 from shardwise.plan.outlines import Parameter
 from shardwise.plan.specs import Sharding
+from shardwise.plan.units import Unit
 from shardwise.space import Run
 
 # Kernels load 16 to 64 bytes at a time, and round by the alignment of what they read. Aligned slots keep the views of
@@ -99,17 +99,30 @@ class Ownership:
     homes: Mapping[str, Home] = field(default_factory=dict)
     """Of parameters that one of several ranks with their parts, or copies, updates as a whole."""
 
-    def text(self) -> str:
-        """A line per bucket and slot; another ownership has another text."""
-        lines = [f"owners {self.num_owners} replicas {self.num_replicas}"]
-        for bucket in self.buckets:
-            kind = "trainable" if bucket.trainable else "frozen"
-            unit = "" if bucket.unit is None else f" unit {json.dumps(bucket.unit)}"
-            parts = ",".join(map(str, bucket.counts))
-            lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}{unit}")
-            lines += [f"  {slot.start} +{slot.num_elements} {json.dumps(slot.name)}" for slot in bucket.slots]
-        lines += [f"home {json.dumps(name)} owner {home.owner} rank {home.rank}" for name, home in self.homes.items()]
-        return "\n".join(lines) + "\n"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedLayout:
+    """Where one rank's parameters and gradients are."""
+
+    ownership: Ownership
+    stage: int = 0
+    """As it is carried out: where there is one owner, nothing is cut."""
+    units: tuple[Unit, ...] = ()
+    """Of what is gathered by units (stage 3)."""
+    late: frozenset[str] = frozenset()
+    """Parameters whose gradients are complete only at the end of an update, because several stages use them."""
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+    """Stage of the pipeline whose backward finishes a parameter."""
+
+    def by_lateness(self) -> tuple[Ownership, Ownership]:
+        """The buckets whose gradients are reduced once per update, and the others (stages 2 and 3)."""
+        # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
+        # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
+        buckets: dict[bool, list[Bucket]] = {True: [], False: []}
+        for bucket in self.ownership.buckets:
+            buckets[self.stage < 2 or any(slot.name in self.late for slot in bucket.slots)].append(bucket)
+        whole, cut = (replace(self.ownership, buckets=tuple(buckets[is_late])) for is_late in (True, False))
+        return whole, cut
 
 
 def plan_ownership(

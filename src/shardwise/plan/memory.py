@@ -18,10 +18,10 @@ With `offload` a device holds no masters, no Adam and no average, and with "para
 what is gathered. The host holds them, and in addition 4N/d of gradients that came down and 2N/d of casts that go up.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from shardwise.plan.buckets import Bucket, Ownership
+from shardwise.plan.buckets import Bucket, OwnedLayout, Ownership
 from shardwise.plan.dtypes import itemsize_bytes, promote
 from shardwise.plan.specs import Offload, Precision, Sums
 
@@ -263,28 +263,24 @@ def _on_host(bucket: Bucket, owner: int, offload: Offload) -> int:
 
 
 def footprint(
-    ownership: Ownership,
+    layout: OwnedLayout,
     owner: int,
     precision: Precision,
     *,
     num_microbatches: int,
-    stage: int = 1,
-    units: Collection[str] = (),
     keeps: bool = False,
-    late: Collection[str] = (),
     sums: Sums | None = None,
     goes_ahead: bool = True,
     offload: Offload | None = None,
 ) -> Footprint:
     """Bytes that the buffers of one owner take.
 
-    units: what is gathered (stage 3). keeps: what was gathered stays until the update. late: parameters whose gradients
-    stay whole until its end. sums: who adds over ranks; None: the channel, as parts come (CPU). goes_ahead: whether
-    transfers go on alone. offload: what is on the host; None also where the ranks have no devices.
+    keeps: what was gathered stays until the update (stage 3). sums: who adds over ranks; None: the channel, as parts
+    come (CPU). goes_ahead: whether transfers go on alone. offload: what is on the host; None also where the ranks have
+    no devices.
     """
-    # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
-    # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
-    whole, cut = _by_lateness(ownership, stage, late)
+    ownership, by_unit = layout.ownership, bool(layout.units)
+    whole, cut = layout.by_lateness()
     trainable = [bucket for bucket in cut.buckets if bucket.trainable]
     runs = of_owners = of_replicas = num_direct = 0
     for bucket in trainable:
@@ -297,11 +293,11 @@ def footprint(
         of_owners = max(of_owners, _held_by_owners(bucket, owner, wire=wire, sums=sums))
         of_replicas = max(of_replicas, _held_by_replicas(bucket, owner, ownership, wire=bucket.master, sums=sums))
     # One buffer fills in backward while the other is reduced. Peaks above that are given back (`GradBuffers.trim`).
-    places = places_in_buffers(cut, precision, by_unit=bool(units))
+    places = places_in_buffers(cut, precision, by_unit=by_unit)
     num_buffers = min(2, len({place.group for place in places}))
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
     # The unit that runs and the next one: the two largest are the most that these can be.
-    gathered = dict.fromkeys(units, 0)
+    gathered = dict.fromkeys((unit.name for unit in layout.units), 0)
     working = on_host = masters = owned = 0
     for bucket in ownership.buckets:
         itemsize = itemsize_bytes(bucket.working)
@@ -323,7 +319,7 @@ def footprint(
         gradient_bytes=runs + plan_arena(whole, owner, precision, num_microbatches=num_microbatches).num_bytes,
         master_bytes=masters,
         owned_elements=owned,
-        reducing_bytes=num_buffers * buffer_bytes(cut, precision, by_unit=bool(units))
+        reducing_bytes=num_buffers * buffer_bytes(cut, precision, by_unit=by_unit)
         + (scratch if num_microbatches > 1 else 0)
         # Two sums that go straight into their runs are on their way at a time, where transfers go on alone.
         + max((2 if goes_ahead and num_direct > 1 else 1) * of_owners + of_replicas, once),
@@ -338,21 +334,16 @@ def average_bytes(ownership: Ownership, owner: int) -> int:
 
 
 def traffic(
-    ownership: Ownership,
+    layout: OwnedLayout,
     owner: int,
     precision: Precision,
     *,
     num_microbatches: int,
-    stage: int = 1,
     gathers: Mapping[str, int] | None = None,
-    late: Collection[str] = (),
 ) -> Traffic:
-    """Bytes that the rank of one owner sends per update.
-
-    gathers: unit -> how often it is gathered (stage 3). late: see `footprint`.
-    """
-    whole, cut = _by_lateness(ownership, stage, late)
-    replicas = ownership.num_replicas
+    """Bytes that the rank of one owner sends per update. gathers: unit -> how often it is gathered (stage 3)."""
+    whole, cut = layout.by_lateness()
+    ownership, replicas = layout.ownership, layout.ownership.num_replicas
     reduce_bytes = gather_bytes = 0
     for bucket in (each for each in whole.buckets if each.trainable):
         wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=num_microbatches))
@@ -377,13 +368,3 @@ def traffic(
             # Once per update, not per microbatch: replicas add up the owners' sums of all microbatches.
             reduce_bytes += 2 * (replicas - 1) * (own // replicas) * itemsize_bytes(bucket.master)
     return Traffic(reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)
-
-
-def _by_lateness(ownership: Ownership, stage: int, late: Collection[str]) -> tuple[Ownership, Ownership]:
-    """The buckets whose gradients are reduced once per update, and the others (stages 2 and 3)."""
-    is_late = [stage < 2 or any(slot.name in late for slot in bucket.slots) for bucket in ownership.buckets]
-    pairs = list(zip(ownership.buckets, is_late, strict=True))
-    return (
-        replace(ownership, buckets=tuple(bucket for bucket, is_so in pairs if is_so)),
-        replace(ownership, buckets=tuple(bucket for bucket, is_so in pairs if not is_so)),
-    )

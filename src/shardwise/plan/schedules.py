@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal, Self
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, plural
 
 
 def split_rows(num_rows: int, num_microbatches: int) -> list[range]:
@@ -72,7 +72,7 @@ class Schedule:
         if self.num_microbatches < 1:
             problems.append(f"schedule: {self.num_microbatches} microbatches; at least 1 is needed")
         if not self.orders or self.num_stages < 1 or self.num_stages % len(self.orders):
-            ranks = f"{len(self.orders)} {'rank' if len(self.orders) == 1 else 'ranks'}"
+            ranks = plural(len(self.orders), "rank")
             problems.append(f"schedule: {self.num_stages} stages cannot be dealt out evenly to {ranks}")
         if problems:
             raise PlanError(*problems)
@@ -93,8 +93,8 @@ class Schedule:
 
     def text(self) -> str:
         """A heading and a line per rank: `F3.0` is the forward of microbatch 3 through stage 0. `parse` reads it."""
-        stages, ranks = _plural(self.num_stages, "stage"), _plural(self.num_ranks, "rank")
-        lines = [f"{self.name}: {stages}, {ranks}, {_plural(self.num_microbatches, 'microbatch')}"]
+        stages, ranks = plural(self.num_stages, "stage"), plural(self.num_ranks, "rank")
+        lines = [f"{self.name}: {stages}, {ranks}, {plural(self.num_microbatches, 'microbatch')}"]
         lines += [f"rank {rank}: {' '.join(map(str, order))}".rstrip() for rank, order in enumerate(self.orders)]
         return "\n".join(lines) + "\n"
 
@@ -119,7 +119,7 @@ class Schedule:
                 )
             orders.append(tuple(_actions(words, number, problems)))
         if len(orders) != num_ranks:
-            problems.append(f"schedule: the heading says {_plural(num_ranks, 'rank')}, and {len(orders)} have a line")
+            problems.append(f"schedule: the heading says {plural(num_ranks, 'rank')}, and {len(orders)} have a line")
         if problems:
             raise PlanError(*problems)
         return cls(heading[1], num_stages, num_microbatches, tuple(orders))
@@ -224,10 +224,6 @@ def _one_forward_one_backward(num_ranks: int, num_chunks: int, num_microbatches:
         warmup = later_ranks if num_chunks == 1 else 2 * later_ranks + (num_chunks - 1) * len(groups[0])
         orders.append(warmed_up(_passes("F", stages, groups), _passes("B", stages[::-1], groups), warmup))
     return orders
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 _BUILDERS: dict[str, Callable[[int, int, int], list[list[Action]]]] = {

@@ -6,13 +6,13 @@ a configuration file may hold it. Fields appear in their order here, so a new on
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from shardwise.errors import PlanError
-from shardwise.plan.activations import Activations
+from shardwise.errors import PlanError, plural
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.tensor_rules import rule_problems
@@ -23,6 +23,10 @@ Owners = Literal["all", "dp_shard"]
 Offload = Literal["state", "parameters"]
 Balance = Literal["parameters", "flops", "seconds"]
 Sums = Literal["exact", "backend"]
+Modules = tuple[str, ...] | Literal["blocks"]
+"""Names or globs of modules; "blocks": the repeated ones."""
+
+_OPERATOR = re.compile(r"\w+\.\w+(\.\w+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +52,7 @@ class Sharding:
     there; `parameters`: owned parts of working copies too (stage 3); None: nothing."""
 
     def __post_init__(self) -> None:
-        # TOML gives lists. A frozen value needs a tuple to be hashable, and to equal the one that was written.
-        if isinstance(self.units, list):
-            object.__setattr__(self, "units", tuple(self.units))
+        _make_tuples(self, "units")
         _raise(_sharding_problems(self))
 
     @property
@@ -185,8 +187,8 @@ class Pipeline:
         """One finding for each key of `stages` with a stage that `num_ranks` ranks do not have."""
         num_stages = num_ranks * self.num_chunks
         return [
-            f"pipeline.stages: {key!r} is given stage {stage}, but pp={num_ranks} with {self.num_chunks} "
-            f"stage{'s' if self.num_chunks > 1 else ''} per rank has the stages 0 to {num_stages - 1}"
+            f"pipeline.stages: {key!r} is given stage {stage}, but pp={num_ranks} with "
+            f"{plural(self.num_chunks, 'stage')} per rank has the stages 0 to {num_stages - 1}"
             for key, stage in (self.stages or {}).items()
             if stage >= num_stages
         ]
@@ -251,6 +253,44 @@ class Average:
     def averages(self, step: int) -> bool:
         """Whether the weights are averaged after this step, counted from 1."""
         return step > self.start and (step - self.start) % self.every == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """What becomes of the tensors that forwards save for backward. The numbers are those without."""
+
+    checkpoint: Modules | None = None
+    """Names or globs of the modules whose inputs alone are kept: backward runs them again (Chen et al., 2016,
+    arXiv:1604.06174). "blocks": each repeated block; None: no module."""
+    save: tuple[str, ...] | None = None
+    """Operators whose outputs checkpointed modules keep, with or without the overload: ("aten.mm",); None: none."""
+    offload: Modules | None = None
+    """Names or globs of the modules whose saved tensors wait in host memory; "blocks": each repeated block."""
+    budget_bytes: int | None = None
+    """Most bytes of saved tensors that a rank holds at a time. The first step measures, and the cheapest modules to run
+    again or to offload are chosen: among those that the other fields name, without them among blocks."""
+
+    def __post_init__(self) -> None:
+        _make_tuples(self, "checkpoint", "offload", "save")
+        problems = [
+            f'activations.{name}: {value!r} is neither "blocks" nor a tuple of names; write {name}=("layers.*",)'
+            for name in ("checkpoint", "offload")
+            if (value := getattr(self, name)) is not None and value != "blocks" and not _are_names(value)
+        ]
+        if self.save is not None and not (
+            _are_names(self.save) and all(_OPERATOR.fullmatch(each) for each in self.save)
+        ):
+            problems.append(
+                f'activations.save: {self.save!r} is not a tuple of operators of torch; write save=("aten.mm",)'
+            )
+        elif self.save and self.checkpoint is None and self.budget_bytes is None:
+            problems.append(
+                "activations.save: given without activations.checkpoint: no module is run again, and all are saved; "
+                'give checkpoint="blocks" too'
+            )
+        if self.budget_bytes is not None:
+            problems += _at_least_one("activations.budget_bytes", self.budget_bytes)
+        _raise(problems)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -402,7 +442,7 @@ def _sharding_problems(sharding: Sharding) -> list[str]:
     problems += _one_of("sharding.partition", sharding.partition, Partition)
     problems += _one_of("sharding.owners", sharding.owners, Owners)
     units = sharding.units
-    if units is not None and not (isinstance(units, tuple) and units and all(isinstance(each, str) for each in units)):
+    if units is not None and not _are_names(units):
         problems.append(f"sharding.units: {units!r} is not a tuple of names of modules; write units=('layers.*',)")
     for name, given in (("units", units is not None), ("keep_gathered", sharding.keep_gathered)):
         if given and sharding.stage != 3:
@@ -480,6 +520,17 @@ def _clip_problems(clip: Mapping[Any, Any]) -> list[str]:
 
 def _is_above_0(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _make_tuples(strategy: object, *names: str) -> None:
+    # TOML gives lists. A frozen value needs a tuple to be hashable, and to equal the one that was written.
+    for name in names:
+        if isinstance(value := getattr(strategy, name), list):
+            object.__setattr__(strategy, name, tuple(value))
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(each, str) for each in value)
 
 
 def _at_least_one(name: str, value: object) -> list[str]:

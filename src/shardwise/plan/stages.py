@@ -15,7 +15,7 @@ from shardwise.errors import PlanError, few_of
 from shardwise.plan.balance import balanced_stages
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import Outline, parents
-from shardwise.plan.specs import ByName, Pipeline, toml_text
+from shardwise.plan.specs import Pipeline, toml_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +31,6 @@ class Placement:
     """Placed module, by its first name -> stage; everything inside it belongs to the same stage."""
     parameters: Mapping[str, int]
     """Parameter that a module outside the placed ones holds itself -> stage."""
-
-    def __post_init__(self) -> None:
-        # The order of the model is kept, and the mapping can be compared and hashed as the rest of the value.
-        object.__setattr__(self, "modules", ByName(self.modules))
-        object.__setattr__(self, "parameters", ByName(self.parameters))
 
     def rank_of(self, stage: int) -> int:
         """The coordinate along `pp` of the rank that runs a stage."""
@@ -95,8 +90,13 @@ def given_stages(outline: Outline, pipeline: Pipeline, *, num_ranks: int) -> tup
             hint = f"; the nearest name is {near!r}" if near is not None else ""
             problems.append(f"pipeline.stages: {key!r} names no module and no parameter of the model{hint}")
     # Collected to the end, so that one error shows the user all keys that need a change.
-    modules, parameters = claimed.placed_modules(), claimed.placed_parameters()
-    problems += claimed.contradictions() + _without_stage(claimed.parameters_without_stage(), claimed.num_parameters)
+    loose = claimed.loose_parameters()
+    problems += claimed.contradictions()
+    if names := [name for name, stage in loose.items() if stage is None]:
+        problems.append(
+            f"pipeline.stages: no stage owns {len(names)} of the model's {claimed.num_parameters} parameters: "
+            f"{few_of(names, _SHOWN_NAMES, quotes=False)}; give their modules a stage"
+        )
     num_stages = num_ranks * pipeline.num_chunks
     problems += [
         f"pipeline.stages: stage {stage} of {num_stages} owns nothing; give it a module, or use fewer stages"
@@ -105,16 +105,7 @@ def given_stages(outline: Outline, pipeline: Pipeline, *, num_ranks: int) -> tup
     ]
     if problems:
         raise PlanError(*problems)
-    return modules, parameters
-
-
-def _without_stage(names: Sequence[str], num_parameters: int) -> list[str]:
-    if not names:
-        return []
-    return [
-        f"pipeline.stages: no stage owns {len(names)} of the model's {num_parameters} parameters: "
-        f"{few_of(names, _SHOWN_NAMES, quotes=False)}; give their modules a stage"
-    ]
+    return claimed.placed_modules(), {name: stage for name, stage in loose.items() if stage is not None}
 
 
 class _Claimed:
@@ -151,32 +142,20 @@ class _Claimed:
     def placed_modules(self) -> dict[str, int]:
         """The modules with a stage that are, under one of their names, in no other module with a stage."""
         return {
-            # Several claims are a finding of `contradictions`, and nothing is placed then: any of them will do here.
-            module.name: min(claims)
+            module.name: min(claims)  # the only one: several are a finding of `contradictions`
             for module in self._model.modules()
             if not module.is_container and (claims := self._claims_of_module(module))
             if not all(self._inside_placed(name) for name in module.names)
         }
 
-    def placed_parameters(self) -> dict[str, int]:
-        """The parameters with a stage whose own module has none."""
+    def loose_parameters(self) -> dict[str, int | None]:
+        """The parameters whose own module has no stage, with the stage that they have themselves."""
         return {
-            parameter: min(self._claims[parameter])
+            parameter: min(self._claims.get(parameter, ()), default=None)
             for module in self._model.modules()
             if not self._claims_of_module(module)
             for parameter, _ in module.own_parameters
-            if parameter in self._claims
         }
-
-    def parameters_without_stage(self) -> list[str]:
-        """The parameters that neither have a stage nor are in a module with a stage."""
-        return [
-            parameter
-            for module in self._model.modules()
-            if not self._claims_of_module(module)
-            for parameter, _ in module.own_parameters
-            if parameter not in self._claims
-        ]
 
     def contradictions(self) -> list[str]:
         """A finding for each group of keys that claim the same things for several stages."""

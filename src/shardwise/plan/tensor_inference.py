@@ -15,6 +15,8 @@ and ends in rows. A map that would be both is what the earlier family needs it t
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.errors import plural
+
 WHOLE = 0
 """The group of what every rank has."""
 
@@ -92,14 +94,16 @@ class RuleInference:
     """The rules that a trace allows, and what is left whole."""
 
     families: tuple[MapFamily, ...] = ()
-    vocabulary: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
+    """Embeddings of tokens and heads over them."""
     left: Mapping[str, str] = field(default_factory=dict)
     """Map -> why it is whole on every rank."""
 
     @property
     def rules(self) -> dict[str, str]:
         """All rules, by module or parameter."""
-        return {name: rule for family in self.families for name, rule in family.rules.items()} | dict(self.vocabulary)
+        families = {name: rule for family in self.families for name, rule in family.rules.items()}
+        return families | dict.fromkeys(self.vocabulary, "vocab")
 
 
 def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, str] | None = None) -> RuleInference:
@@ -123,11 +127,11 @@ def infer_rules(trace: ForwardTrace, *, num_ranks: int, without: Mapping[str, st
             continue
         families.append(_family(members, maps))
         roles |= dict.fromkeys(columns, "column") | dict.fromkeys(rows, "row")
-    vocabulary = dict(_vocabulary(trace, roles, num_ranks, without))
+    vocabulary = tuple(_vocabulary(trace, roles, num_ranks, without))
     left = {name: why for name, (_, why) in reasons.items()}
     # Last wins: what a rehearsal showed, and that a map did not run, say more than what its family lacks.
     left |= {**without, **dict.fromkeys(trace.not_run, "it did not run on the sample")}
-    cut = roles.keys() | vocabulary.keys()
+    cut = {*roles, *vocabulary}
     return RuleInference(
         families=tuple(families),
         vocabulary=vocabulary,
@@ -226,7 +230,7 @@ def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: ForwardTrac
     if fewest < num_ranks:
         reason = next((trace.reasons[group] for order in orders for group in order if group in trace.reasons), "")
         because = f", tied by {reason}" if reason else ""
-        return f"{fewest} group{'s' * (fewest != 1)} of features that belong together{because}, for {num_ranks} ranks"
+        return f"{plural(fewest, 'group')} of features that belong together{because}, for {num_ranks} ranks"
     if both := [each for each in members.columns if each in members.rows]:
         return f"{both[0]!r} reads its outputs itself"
     groups = [group for order in orders for group in order]
@@ -296,9 +300,7 @@ def _family(members: _Members, maps: Mapping[str, TracedMap]) -> MapFamily:
     )
 
 
-def _vocabulary(
-    trace: ForwardTrace, roles: Mapping[str, str], num_ranks: int, without: Iterable[str]
-) -> Iterator[tuple[str, str]]:
+def _vocabulary(trace: ForwardTrace, roles: Mapping[str, str], num_ranks: int, without: Iterable[str]) -> Iterator[str]:
     """Embeddings of tokens and heads over them, where all that hold a weight can be cut alike."""
     heads = {each.vocabulary for each in trace.maps if each.is_head}
     by_weight: dict[str, list[TracedMap]] = {}
@@ -315,5 +317,4 @@ def _vocabulary(
             continue
         if not any(each.is_embedding for each in trace.maps if each.vocabulary == held[0].vocabulary):
             continue  # a head over a few classes
-        for each in held:
-            yield each.module, "vocab"
+        yield from (each.module for each in held)

@@ -74,9 +74,6 @@ class Style:
     heads: attributes that grow with the number of heads."""
 
 
-_DEFAULTS = {each.name: each.default for each in fields(Style)}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlan:
     """How the parameters of a model are cut over the ranks along `tp`, and how its modules work with the parts."""
@@ -106,13 +103,12 @@ class TensorPlan:
             lines.append(f"cuts.{toml_text(name)} = {toml_text(written)}")
         for name, styles in self.styles.items():
             # Defaults are left out, so a new field of `Style` does not change the texts of plans that do not use it.
-            tables = tuple({key: value for key, value in _items(style) if value != _DEFAULTS[key]} for style in styles)
+            tables = tuple(
+                {each.name: value for each in fields(style) if (value := getattr(style, each.name)) != each.default}
+                for style in styles
+            )
             lines.append(f"styles.{toml_text(name)} = {toml_text(tables)}")
         return "\n".join(lines) + "\n"
-
-
-def _items(style: Style) -> list[tuple[str, object]]:
-    return [(name, getattr(style, name)) for name in _DEFAULTS]
 
 
 End = Literal["begins", "ends", "bare"]

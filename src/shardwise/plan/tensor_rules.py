@@ -31,8 +31,8 @@ Of a bare parameter, `column` cuts the last dim but one (the last of a vector), 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from shardwise.errors import PlanError
 
@@ -130,14 +130,14 @@ def read_rule(text: str) -> Rule:
     if written is None or word not in _WORDS:
         raise PlanError(f"the rule {text!r} is unknown; the rules are {', '.join(RULES)}")
     rule, known = _WORDS[word]
-    values: dict[str, object] = {field: getattr(rule, field) for field in Rule.__slots__}
+    values: dict[str, Any] = {}
     for setting in filter(None, map(str.strip, (written[2] or "").split(","))):
         name, _, value = (each.strip() for each in setting.partition("="))
         if name not in known:
             listed = f"it knows {', '.join(sorted(known))}" if known else "it knows none"
             raise PlanError(f"the rule {text!r} has the setting {setting!r}; of the settings of {word!r}, {listed}")
         values[name] = _value(text, name, value)
-    return Rule(**{**values, "text": text})  # type: ignore[arg-type]
+    return replace(rule, text=text, **values)
 
 
 def _value(text: str, name: str, value: str) -> object:

@@ -9,9 +9,10 @@ A module outside of blocks is a separate unit, so that an embedding, a last norm
 
 Units are gathered before a forward and freed after it. A smaller unit takes less memory and more collectives, and a
 parameter that no unit's forward covers could not be gathered in time.
+
+Modules that run again in backward, or are kept on the host, are named in the same way: by patterns, or as the blocks.
 """
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError
 from shardwise.plan.names import meant_by, nearest
 from shardwise.plan.outlines import Outline, parents
+from shardwise.plan.specs import Modules
 
 ITSELF = "."
 """The model itself, among the names of units."""
@@ -36,24 +38,9 @@ class Unit:
     """By their first names, in the order of the model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Units:
-    """The units of a model, in the order of their first parameters."""
-
-    units: tuple[Unit, ...] = ()
-
-    def unit_of(self) -> dict[str, str]:
-        """Parameter -> name of its unit."""
-        return {parameter: unit.name for unit in self.units for parameter in unit.parameters}
-
-    def text(self) -> str:
-        """A line per unit, module and parameter; other units have another text."""
-        lines = []
-        for unit in self.units:
-            lines.append(f"unit {json.dumps(unit.name)}")
-            lines += [f"  before {json.dumps(name)}" for name in unit.modules]
-            lines += [f"  {json.dumps(name)}" for name in unit.parameters]
-        return "".join(f"{line}\n" for line in lines)
+def unit_of(units: Sequence[Unit]) -> dict[str, str]:
+    """Parameter -> name of its unit."""
+    return {parameter: unit.name for unit in units for parameter in unit.parameters}
 
 
 def plan_units(
@@ -62,8 +49,8 @@ def plan_units(
     first_names: Mapping[str, str],
     patterns: Sequence[str] | None = None,
     placed: Collection[str] | None = None,
-) -> Units:
-    """The units of a model.
+) -> tuple[Unit, ...]:
+    """The units of a model, in the order of their first parameters.
 
     first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
     the modules that are units, "." for the model itself. Matches of one pattern inside each other are one unit, and a
@@ -76,7 +63,7 @@ def plan_units(
     chosen = (
         set(repeated_blocks(outline))
         if patterns is None
-        else matched_modules(outline, patterns, setting="sharding.units", with_parameters=True)
+        else _matched_modules(outline, patterns, setting="sharding.units", with_parameters=True)
     )
     holders: dict[str, list[str]] = {}  # parameter -> the units that hold it, the one of its first name first
     for unit, parameter in _homes(outline, chosen, placed):
@@ -96,11 +83,9 @@ def plan_units(
         members.setdefault(units[0], []).append(parameter)
         called = modules.setdefault(units[0], [units[0]])
         called += [name for name in units[1:] if name not in called]
-    return Units(
-        units=tuple(
-            Unit(name=name, modules=tuple(modules[name]), parameters=tuple(parameters))
-            for name, parameters in members.items()
-        )
+    return tuple(
+        Unit(name=name, modules=tuple(modules[name]), parameters=tuple(parameters))
+        for name, parameters in members.items()
     )
 
 
@@ -180,7 +165,7 @@ def _is_list(outline: Outline) -> bool:
     return outline.is_container or outline.kind == "Sequential"
 
 
-def matched_modules(
+def _matched_modules(
     outline: Outline, patterns: Sequence[str], *, setting: str, with_parameters: bool = False
 ) -> set[str]:
     """The first names of the modules that patterns of a setting mean: the outermost matches of each.
@@ -195,7 +180,8 @@ def matched_modules(
             continue
         meant = meant_by(pattern, list(by_name))
         # "layers.*" also matches what is inside of "layers.0": globs know no dots. The outermost are meant.
-        outermost = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
+        every = frozenset(meant)
+        outermost = [name for name in meant if every.isdisjoint(parents(name))]
         usable = [by_name[name] for name in outermost if by_name[name].num_places or not with_parameters]
         if not meant:
             near = nearest(pattern, list(by_name))
@@ -212,3 +198,35 @@ def matched_modules(
     if problems:
         raise PlanError(*problems)
     return chosen
+
+
+def meant_modules(outline: Outline, asked: Modules, *, setting: str) -> list[str]:
+    """First names of the modules that a setting means, in the order of the model; none is inside of another.
+
+    Raises PlanError for a model without blocks, and for names of no module that is called.
+    """
+    chosen = set(repeated_blocks(outline)) if asked == "blocks" else _matched_modules(outline, asked, setting=setting)
+    if not chosen:
+        raise PlanError(f'{setting}: "blocks" asked, but no block of the model repeats; give the names of its modules')
+    if found := _without_call(outline, chosen):
+        inner, around = found
+        raise PlanError(
+            f"{setting}: {inner!r} is a part of {around!r}, which computes with its parameters and does not call it; "
+            f"name {around!r}"
+        )
+    return [
+        each.name
+        for each in outline.modules()
+        if each.name in chosen and (not each.name or chosen.isdisjoint((*parents(each.name), "")))
+    ]
+
+
+def _without_call(outline: Outline, chosen: set[str]) -> tuple[str, str] | None:
+    """A chosen module that is never called, and the one that computes with it."""
+    for around in outline.modules():
+        # A layer of a transformer calls what is in it where it trains; attention does not.
+        if around.is_indivisible and around.kind == "MultiheadAttention":
+            for inner in around.modules():
+                if inner is not around and inner.name in chosen:
+                    return inner.name, around.name
+    return None

@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from shardwise.space import Box, Piece, PieceIndex, check_cover
-from shardwise.space.moves import Block, blocks_of, elements_in_both, reach, shared_elements
-from shardwise.space.pieces import taken_in_order
+from shardwise.space.moves import elements_in_both, shared_elements
+from shardwise.space.pieces import Block, blocks_of, reach, taken_in_order
 
 _FEW = 4
 """With so many pieces none is looked up in an index: each is asked."""

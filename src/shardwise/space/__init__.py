@@ -11,12 +11,11 @@ and a `PieceIndex` finds the pieces among many. `check_cover` proves that pieces
                              . . . .                . . . .
 """
 
-from shardwise.space.boxes import Box
+from shardwise.space.boxes import Box, Run, boxes_of_run
 from shardwise.space.meshes import AXES, Mesh
 from shardwise.space.moves import BlockPart, Move, PieceIndex, moves, overlap
 from shardwise.space.pieces import Piece, check_cover
 from shardwise.space.portions import Portion, even_cuts
-from shardwise.space.runs import Run, boxes_of_run, boxes_of_run_in_box
 
 __all__ = [
     "AXES",
@@ -29,7 +28,6 @@ __all__ = [
     "Portion",
     "Run",
     "boxes_of_run",
-    "boxes_of_run_in_box",
     "check_cover",
     "even_cuts",
     "moves",

@@ -13,7 +13,7 @@ from itertools import product
 from operator import index, mul
 from typing import SupportsIndex
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, plural
 from shardwise.space.boxes import index_of_element, row_major_strides
 
 # The order says how far apart peers are. Ranks of one host have neighbouring numbers; tp talks several times per layer
@@ -125,8 +125,8 @@ class Mesh:
         hint = f", or set dp_shard={world_size // others}" if world_size > 0 and world_size % others == 0 else ""
         asked = "Mesh()" if self.size == 1 else f"mesh {self}"
         raise PlanError(
-            f"{asked} asks for {_counted(self.size, 'rank', 's')}, but the world has {world_size}; "
-            f"start {_counted(self.size, 'process', 'es')}{hint}, so that the sizes multiply to the world"
+            f"{asked} asks for {plural(self.size, 'rank')}, but the world has {world_size}; "
+            f"start {plural(self.size, 'process')}{hint}, so that the sizes multiply to the world"
         )
 
     def __str__(self) -> str:
@@ -159,7 +159,3 @@ class Mesh:
 def _unknown_axis(axis: str) -> str:
     near = get_close_matches(axis, AXES, n=1)
     return f"{axis!r} is no mesh axis; the axes are {', '.join(AXES)}" + (f" (did you mean {near[0]}?)" if near else "")
-
-
-def _counted(count: int, noun: str, ending: str) -> str:
-    return f"{count} {noun}{ending if count != 1 else ''}"

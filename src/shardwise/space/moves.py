@@ -21,9 +21,8 @@ from itertools import accumulate, product
 from operator import add, sub
 
 from shardwise.errors import PlanError
-from shardwise.space.boxes import row_major_strides
-from shardwise.space.pieces import Piece
-from shardwise.space.runs import Run, boxes_of_run
+from shardwise.space.boxes import Run, boxes_of_run, row_major_strides
+from shardwise.space.pieces import Block, Piece, blocks_of, reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def shared_elements(a: Piece, b: Piece) -> int:
     return shared if a.run is b.run is None else elements_in_both(blocks_of(a), blocks_of(b))
 
 
-def elements_in_both(blocks: Iterable["Block"], others: Sequence["Block"]) -> int:
+def elements_in_both(blocks: Iterable[Block], others: Sequence[Block]) -> int:
     """How many elements two pieces share, by their blocks. A caller with many pieces makes their blocks once."""
     # Blocks of one piece do not overlap, so that volumes may be added.
     shared = 0
@@ -219,38 +218,6 @@ def check_one_tensor(a: Piece, b: Piece) -> None:
         )
 
 
-def reach(piece: Piece) -> tuple[int, int]:
-    """Return the shortest run of the tensor, as (start, stop), that holds the piece; (0, 0) if it has no elements.
-
-    The piece is one stretch of the tensor exactly when this run has as many elements as the piece.
-    """
-    if piece.run is None:
-        if 0 in piece.shape:
-            return 0, 0
-        first = last = 0
-        for whole, start, size in zip(piece.global_shape, piece.offset, piece.shape, strict=True):
-            first = first * whole + start
-            last = last * whole + start + size - 1
-        return first, last + 1
-    first_left, stop = piece.run
-    if first_left == stop:
-        return 0, 0
-    if piece.shape == piece.global_shape:
-        return first_left, stop
-    # From the last dim: the indices of the run's first and last element in the box, moved to the tensor, and made flat
-    # again with its strides. Row-major order in the box is row-major order in the tensor, so these are the ends.
-    last_left = stop - 1
-    first = last = 0
-    stride = 1
-    for whole, start, size in zip(piece.global_shape[::-1], piece.offset[::-1], piece.shape[::-1], strict=True):
-        first_left, index = divmod(first_left, size)
-        first += (start + index) * stride
-        last_left, index = divmod(last_left, size)
-        last += (start + index) * stride
-        stride *= whole
-    return first, last + 1
-
-
 def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
     """The one move between two storages that are runs of one and the same sequence of elements."""
     start, stop = max(source[0], target[0]), min(source[1], target[1])
@@ -258,22 +225,6 @@ def _flat_move(source: tuple[int, int], target: tuple[int, int]) -> list[Move]:
         return []
     shape = (stop - start,)
     return [Move(shape, BlockPart(start - source[0], shape, (0,)), BlockPart(start - target[0], shape, (0,)))]
-
-
-Block = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Where in the storage a block begins, its shape, and its first index in the tensor."""
-
-
-def blocks_of(piece: Piece) -> list[Block]:
-    """The boxes of a piece, each a stretch of its storage, in order."""
-    if piece.run is None:
-        return [(0, piece.shape, piece.offset)]
-    blocks = []
-    start = 0
-    for box in boxes_of_run(piece.shape, piece.run):
-        blocks.append((start, box.shape, tuple(map(add, box.offset, piece.offset))))
-        start += math.prod(box.shape)
-    return blocks
 
 
 def _block_moves(source: Piece, target: Piece) -> list[Move]:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import add
 
 from shardwise.errors import PlanError
-from shardwise.space.boxes import Box, index_of_element
-from shardwise.space.runs import Run, boxes_of_run_in_box
+from shardwise.space.boxes import Box, Run, boxes_of_run, index_of_element
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -104,25 +104,59 @@ class Piece:
 
     def boxes(self) -> tuple[Box, ...]:
         """Return the disjoint boxes, in coordinates of the tensor, that have exactly the piece's elements, in order."""
-        return boxes_of_run_in_box(self.box, self.elements)
+        return tuple(Box(offset, shape) for _, shape, offset in blocks_of(self) if 0 not in shape)
 
     def __str__(self) -> str:
         box = ", ".join(f"{start}:{start + size}" for start, size in zip(self.offset, self.shape, strict=True))
         return f"{self.name}[{box}]" + ("" if self.run is None else f" run {self.run.start}:{self.run.stop}")
 
 
-def _first_element(piece: Piece) -> int | None:
-    """Return the tensor's element with which the piece's box starts; None unless the box is one run of the tensor."""
-    # Leading dims of one index, then any range of one dim, then whole dims: only such a box is one run.
-    dim = 0
-    while dim < len(piece.shape) and piece.shape[dim] == 1:
-        dim += 1
-    if piece.shape[dim + 1 :] != piece.global_shape[dim + 1 :]:
-        return None
-    first = 0
-    for index, size in zip(piece.offset, piece.global_shape, strict=True):
-        first = first * size + index
-    return first
+Block = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where in the storage a block begins, its shape, and its first index in the tensor."""
+
+
+def blocks_of(piece: Piece) -> list[Block]:
+    """The boxes of a piece, each a stretch of its storage, in order."""
+    if piece.run is None:
+        return [(0, piece.shape, piece.offset)]
+    blocks = []
+    start = 0
+    for box in boxes_of_run(piece.shape, piece.run):
+        blocks.append((start, box.shape, tuple(map(add, box.offset, piece.offset))))
+        start += math.prod(box.shape)
+    return blocks
+
+
+def reach(piece: Piece) -> tuple[int, int]:
+    """Return the shortest run of the tensor, as (start, stop), that holds the piece; (0, 0) if it has no elements.
+
+    The piece is one stretch of the tensor exactly when this run has as many elements as the piece.
+    """
+    if piece.run is None:
+        if 0 in piece.shape:
+            return 0, 0
+        first = last = 0
+        for whole, start, size in zip(piece.global_shape, piece.offset, piece.shape, strict=True):
+            first = first * whole + start
+            last = last * whole + start + size - 1
+        return first, last + 1
+    first_left, stop = piece.run
+    if first_left == stop:
+        return 0, 0
+    if piece.shape == piece.global_shape:
+        return first_left, stop
+    # From the last dim: the indices of the run's first and last element in the box, moved to the tensor, and made flat
+    # again with its strides. Row-major order in the box is row-major order in the tensor, so these are the ends.
+    last_left = stop - 1
+    first = last = 0
+    stride = 1
+    for whole, start, size in zip(piece.global_shape[::-1], piece.offset[::-1], piece.shape[::-1], strict=True):
+        first_left, index = divmod(first_left, size)
+        first += (start + index) * stride
+        last_left, index = divmod(last_left, size)
+        last += (start + index) * stride
+        stride *= whole
+    return first, last + 1
 
 
 def taken_in_order(target: Piece, pieces: Iterable[Piece]) -> tuple[list[tuple[int, Box]], list[Box]]:
@@ -186,14 +220,10 @@ def _regions(held: Sequence[Piece]) -> tuple[tuple[int, ...], list[_Region]]:
     # Flat where each piece is one run of the tensor, as row shards and runs are: then the sweep has one dim, and one
     # region per piece.
     shape = held[0].global_shape
-    flat: list[_Region] = []
-    for holder, piece in enumerate(held):
-        first = _first_element(piece)
-        if first is None:
-            return shape, [(box.offset, box.stop, holder) for holder, piece in enumerate(held) for box in piece.boxes()]
-        run = piece.elements.shift(first)
-        if run.num_elements:
-            flat.append(((run.start,), (run.stop,), holder))
+    reaches = [reach(piece) for piece in held]
+    if any(stop - start != piece.num_elements for (start, stop), piece in zip(reaches, held, strict=True)):
+        return shape, [(box.offset, box.stop, holder) for holder, piece in enumerate(held) for box in piece.boxes()]
+    flat: list[_Region] = [((start,), (stop,), holder) for holder, (start, stop) in enumerate(reaches) if start < stop]
     return (math.prod(shape),), flat
 
 

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 
 from shardwise.errors import PlanError
 from shardwise.space.boxes import Box
-from shardwise.space.moves import BlockPart, blocks_of
-from shardwise.space.pieces import Piece
+from shardwise.space.moves import BlockPart
+from shardwise.space.pieces import Piece, blocks_of
 
 
 @dataclass(frozen=True, slots=True)

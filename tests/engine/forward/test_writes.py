@@ -328,6 +328,17 @@ def test_a_parameter_that_all_ranks_write_alike_is_kept(where: str, plan: str, w
         assert losses == pytest.approx(writes_in_steps(way, "one rank", None, where=where)[1], rel=1e-6)
 
 
+def test_what_ranks_write_alike_is_told_in_digests_alone() -> None:
+    def run(channel: sw.Channel) -> set[str]:
+        recorded = sw.Recorded(channel)
+        engine = engine_of(model := Net(Writing), recorded, "stage 1")
+        model.first.write = WAYS["in place"]
+        step(engine, 0)
+        return {each.purpose for each in recorded.calls if "forwards wrote to" in each.purpose}
+
+    assert on("stage 1", run) == [{"digests of parameters that forwards wrote to"}] * 2
+
+
 @pytest.mark.parametrize("way", UNCOUNTED)
 def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(way: str) -> None:
     def run(channel: sw.Channel) -> None:

@@ -317,6 +317,21 @@ def test_an_error_inside_ends_it_on_all_ranks_and_the_engine_goes_on(failing: in
     assert told[1 - failing] == f"inside engine.whole(), rank {failing} raised OSError: disk full"
 
 
+def test_ranks_tell_each_other_once_what_they_hold() -> None:
+    """Wanted are the tensors of the plain model, alike on all ranks: that is told in digests."""
+
+    def run(channel: sw.Channel) -> list[str]:
+        recorded = sw.Recorded(channel)
+        engine = engine_on(PLANS["stage 3"], recorded)
+        engine.step(batch_of(0))
+        recorded.clear()
+        with engine.whole():
+            return [each.purpose for each in recorded.calls if each.purpose.endswith("pieces to reshard")]
+
+    digests = "digests of pieces to reshard"
+    assert sw.simulate(2, run) == [[digests, "pieces to reshard", digests]] * 2
+
+
 @pytest.mark.parametrize(("layout", "offload"), [("stage 3", True), ("pp", False)])
 def test_on_a_device(fake: str, layout: str, offload: bool) -> None:
     def run(channel: sw.Channel) -> Any:

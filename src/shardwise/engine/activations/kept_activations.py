@@ -19,8 +19,7 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.forward.trained_parameters import TrainedSet
 from shardwise.plan import Activations, Plan
-from shardwise.plan.activation_choice import meant_modules
-from shardwise.plan.units import ITSELF
+from shardwise.plan.units import ITSELF, meant_modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ import json
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from shardwise.engine.forward.writes import Form, SeenTensor, form_of
 from shardwise.engine.torch_private import NormWithStatistics, version_of
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import ModelError
+from shardwise.moving import Gathering
 from shardwise.plan import Parameter
 from shardwise.space import Mesh
 
@@ -86,10 +88,13 @@ class ForwardWrites:
         # An exchange of its own, only in steps where something was written: digests of all parameters in each step
         # would cost a read of the model.
         digests = {at: self._digest(at) for at in written if at in self._here and not self._here[at].is_meta}
-        answers = self._world.exchange(json.dumps(digests).encode(), purpose="parameters that forwards wrote to")
+        purpose = "parameters that forwards wrote to"
+        (texts,) = Gathering(purpose).gather(self._world, [json.dumps(digests).encode()])
         seen: dict[tuple[str, int], str] = {}
-        tables = understood(answers, self._digests_of, purpose="parameters that forwards wrote to")
-        for rank, table in enumerate(tables):
+        # Ranks that say the same share one table, which is looked at once for each place along tp.
+        tables = understood(texts, cache(self._digests_of), purpose=purpose)
+        places = {(id(table), at): table for at, table in zip(self._tensor_ranks, tables, strict=True)}
+        for (_, place), table in places.items():
             for number, digest in table.items():
                 name = self._specs[int(number)].name
                 if not digest:
@@ -97,7 +102,7 @@ class ForwardWrites:
                         _refusal(name, "it is gathered for that forward only (stage 3), so that the values are lost")
                     )
                 # Compared among ranks of one place along tp: the others hold other parts of a cut parameter.
-                if seen.setdefault((number, self._tensor_ranks[rank]), digest) != digest:
+                if seen.setdefault((number, place), digest) != digest:
                     raise ModelError(_refusal(name, "it has other values on other ranks now"))
 
     def _digests_of(self, answer: bytes) -> dict[str, str]:

@@ -13,17 +13,22 @@ All are views of live memory: a save copies nothing, and a load writes where tra
     [2] (a load gathers all verdicts, then writes the wanted values)
     [3] finish    optimizer state and settings become the optimizers' own; masters are cast into the working copies,
                   and every bucket is gathered
+
+What moves between ranks without a file has the names of the plain model: a master held apart stands for its parameter,
+and a move casts (`sources_of`, `targets_of`). Buffers are those of the model, also what checkpoints leave out.
 """
 
 import copy
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.model.rank_parts import RankParts
@@ -34,7 +39,9 @@ from shardwise.engine.step.loss_scaling import of_settings
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, load_alone, loads_as_torch_does, not_in_files
 from shardwise.engine.zero.flat_params import FlatParams, Owned, placed, whole
 from shardwise.errors import CheckpointError
-from shardwise.plan.names import MASTER, named_by_wrappers, state_name
+from shardwise.moving import Gathering
+from shardwise.moving.piece_exchange import PIECES, pack_pieces, tensors_in
+from shardwise.plan.names import MASTER, named_by_wrappers, split_state_name, state_name
 from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
@@ -44,8 +51,17 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over, take_over_shared
+from shardwise.plan.saved_settings import (
+    origin_after,
+    settings_apart,
+    stored_names,
+    stored_ties,
+    take_over,
+    take_over_shared,
+)
 from shardwise.space import Piece
+
+Pieces = dict[Piece, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +69,7 @@ class HandOver:
     """All that another engine needs to go on with the model."""
 
     rank: RankParts
-    state: dict[Piece, torch.Tensor]
+    state: Pieces
     settings: dict[str, Any]
     optimizers: tuple[KnownOptimizer, ...]
     """With what came into their groups."""
@@ -63,7 +79,7 @@ class HandOver:
     """Parameters that were frozen so far: they begin without optimizer state."""
 
 
-def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piece, torch.Tensor]:
+def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> Pieces:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
 
     Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master of another dtype,
@@ -88,9 +104,9 @@ def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piec
     return state if averages is None else state | averages.pieces()
 
 
-def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) -> dict[Piece, torch.Tensor]:
+def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) -> Pieces:
     """The part of the state that does not depend on optimizers."""
-    state: dict[Piece, torch.Tensor] = {}
+    state: Pieces = {}
     spec_of = {spec.name: spec for spec in inventory.specs}
     for bucket in buffers.buckets:
         for name, segment in bucket.segments.items():
@@ -105,10 +121,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
     persistent = set(names_of_state(model))
-    for name, buffer in model.named_buffers():
-        if name in persistent and not buffer.is_meta:  # another stage has it
-            state |= whole(name, buffer.detach())
-    return state
+    return state | {piece: buffer for piece, buffer in _buffers(model).items() if piece.name in persistent}
 
 
 def names_of_state(model: nn.Module) -> list[str]:
@@ -184,7 +197,7 @@ class EngineRestoration:
         self.accounted: Collection[str] = empty | {name for name in cast if 0 not in shapes[name]}
         """Names that are not read: working copies, made from masters, and parameters without elements."""
         self._resized = _resized_buffers(model, self.aliases, stored, settings)
-        self.wanted: dict[Piece, torch.Tensor] = {
+        self.wanted: Pieces = {
             piece: tensor
             for piece, tensor in state_of_model(inventory, model, buffers).items()
             if piece.name not in self.accounted and piece.name not in self._resized
@@ -341,3 +354,47 @@ def _room_for(entry: OptimizerEntry, live: Any, group: Mapping[str, Any], parame
     else:
         device = torch.device("cpu") if entry.on_host(group) else parameter.device
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def sources_of(handed: HandOver) -> Pieces:
+    """This rank's state, each value once: a master held apart stands for its parameter, under the parameter's name."""
+    # Another plan may hold masters apart where this one does not, or the other way round. Under one name the two
+    # meet, and the move casts.
+    masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
+    given = {_of_parameter(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
+    return given | _buffers(handed.rank.model)
+
+
+def targets_of(restoration: EngineRestoration, model: nn.Module) -> Mapping[Piece, torch.Tensor | None]:
+    """What takes them over, with buffers."""
+    wanted = {_of_parameter(piece): tensor for piece, tensor in restoration.wanted.items()}
+    return _buffers(model) | wanted
+
+
+def _of_parameter(piece: Piece) -> Piece:
+    split = split_state_name(piece.name)
+    return piece if split is None or split[1] != MASTER else replace(piece, name=split[0])
+
+
+def _buffers(model: nn.Module) -> Pieces:
+    """All buffers that are here, also those that checkpoints leave out."""
+    pieces: Pieces = {}
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:  # another stage has it
+            pieces |= whole(name, buffer.detach())
+    return pieces
+
+
+def stored_of_all(channel: Channel, pieces: Pieces) -> tuple[dict[str, Piece], Gathering]:
+    """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it.
+
+    With it comes what knows the pieces of all ranks, so that a move of them need not tell them again.
+    """
+    gathering = Gathering(PIECES)
+    (texts,) = gathering.gather(channel, [pack_pieces(list(pieces))])
+    return tensors_in(texts), gathering
+
+
+def settings_texts(settings: Mapping[str, Any]) -> list[bytes]:
+    """The settings of a rank, as they travel."""
+    return [json.dumps(each).encode() for each in settings_apart(settings)]

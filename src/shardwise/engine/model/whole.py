@@ -27,15 +27,14 @@ from shardwise.engine.forward.layers import is_ours, unwrap
 from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
-from shardwise.engine.model.state import EngineRestoration, HandOver
-from shardwise.engine.model.state_of_all import (
+from shardwise.engine.model.state import (
+    EngineRestoration,
+    HandOver,
     Pieces,
-    described,
     settings_texts,
     sources_of,
     stored_of_all,
     targets_of,
-    whole_pieces,
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
@@ -43,7 +42,8 @@ from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, Disa
 from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import Gathering, reshard
-from shardwise.moving.piece_exchange import merged_settings
+from shardwise.moving.live_states import reshard_told
+from shardwise.moving.piece_exchange import merged_settings, pack_pieces, tensors_in
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
@@ -132,7 +132,7 @@ def _gathered(
             for piece, each in sources.items()
             if is_state_name(piece.name) or _parameter_of(piece.name) in meant
         }
-    stored = stored_of_all(channel, sources, purpose=f"tensors of {_PURPOSE}")
+    stored, held = stored_of_all(channel, sources)
     shapes: dict[str, torch.Tensor] = {}
     if only is not None:
         # State of the others has shapes alone, but for numbers: optimizers turn these into Python's.
@@ -153,7 +153,7 @@ def _gathered(
             device = torch.device("cpu") if on_host else channel.device
             dtype = torch_dtype(dtypes.get(name, piece.dtype))
             wanted |= whole(name, torch.empty(piece.global_shape, dtype=dtype, device=device))
-    moved = reshard(sources, wanted, channel, cast=True, compare=False)
+    moved = reshard_told(sources, wanted, channel, held, cast=True, compare=False)
     return settings, shapes | {piece.name: tensor for piece, tensor in moved.items()}
 
 
@@ -384,7 +384,7 @@ class _Changes:
         """As JSON, without the values; empty where nothing was written."""
         if not self.written and not self.settings:
             return {}
-        return {"stored": described(self.written), "settings": self.settings}
+        return {"stored": pack_pieces(list(self.written)).decode(), "settings": self.settings}
 
 
 def _changes_since(
@@ -425,7 +425,7 @@ def _take_in(
 ) -> None:
     """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
     with agreed(handed.rank.channels.world, purpose="verdict on the values written inside engine.whole()"):
-        stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
+        stored = tensors_in([message["stored"].encode()])
         restoration = restore(stored, {**message["settings"], **origin})
         # Without settings no optimizer was written to: it goes on with its state.
         if message["settings"] and restoration.findings:

@@ -7,7 +7,7 @@ stage   parameters                           gradients (`GradReduce`)   around m
         of the pipeline: WholeBucket
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -22,17 +22,17 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce, OwnedLayout, PassesBefore
+from shardwise.engine.zero.reduce import GradReduce, PassesBefore
 from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
-from shardwise.plan import Placement, Plan, plan_ownership
-from shardwise.plan.units import Units, plan_units
+from shardwise.plan import OwnedLayout, Placement, Plan, plan_ownership
+from shardwise.plan.units import Unit, plan_units, unit_of
 
 
-def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Placement) -> Units:
+def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Placement) -> tuple[Unit, ...]:
     """The units of a whole model; none below stage 3. Raises PlanError for names that mean nothing."""
     if plan.sharding.stage < 3:
-        return Units()
+        return ()
     first_names = {name: spec.name for spec in inventory.specs for name in (spec.name, *spec.aliases)}
     # A packed weight is a parameter of its module by the name of its place; what it is made of follows.
     first_names |= {place: each[0] for place, each in inventory.found_at.items()}
@@ -43,18 +43,16 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
         placed=placement.modules if placement.num_stages > 1 else None,
     )
     belonging = {names[0]: names for names in inventory.found_at.values()}
-    return Units(
-        units=tuple(
-            replace(unit, parameters=tuple(each for name in unit.parameters for each in belonging.get(name, (name,))))
-            for unit in units.units
-        )
+    return tuple(
+        replace(unit, parameters=tuple(each for name in unit.parameters for each in belonging.get(name, (name,))))
+        for unit in units
     )
 
 
 def plan_layout(
     inventory: Inventory,
     plan: Plan,
-    units: Units,
+    units: Sequence[Unit],
     *,
     late: frozenset[str],
     stage_of: Mapping[str, int],
@@ -75,14 +73,14 @@ def plan_layout(
     # A tie between stages of the pipeline stays whole: `StageTies` moves its values, and its gradient is complete only
     # at the end of the update.
     here = {spec.name for spec in inventory.specs if spec.num_elements} - late
-    held = _restricted(units, here) if stage == 3 else Units()
+    held = _restricted(units, here) if stage == 3 else ()
     # Buckets hold parameters of one label only. What is reduced per microbatch goes with the backward of one stage of
     # the pipeline: a bucket over two stages would be complete in neither.
     labels: dict[str, str] = {}
     if stage >= 2:
         for spec in inventory.specs:
             labels[spec.name] = "several stages" if spec.name in late else f"stage {stage_of[spec.name]}"
-        labels |= held.unit_of()
+        labels |= unit_of(held)
     ownership = plan_ownership(
         inventory.specs,
         plan.sharding,
@@ -95,9 +93,9 @@ def plan_layout(
     return OwnedLayout(stage=stage, ownership=ownership, units=held, late=late, stage_of=stage_of)
 
 
-def _restricted(units: Units, names: Collection[str]) -> Units:
-    parts = [replace(unit, parameters=tuple(name for name in unit.parameters if name in names)) for unit in units.units]
-    return Units(units=tuple(part for part in parts if part.parameters))
+def _restricted(units: Sequence[Unit], names: Collection[str]) -> tuple[Unit, ...]:
+    parts = [replace(unit, parameters=tuple(name for name in unit.parameters if name in names)) for unit in units]
+    return tuple(part for part in parts if part.parameters)
 
 
 def install(
@@ -131,7 +129,7 @@ def install(
     unshard = Unshard(
         params,
         gradients,
-        layout.units.units,
+        layout.units,
         inventory.parameters,
         counters=counters,
         stage_of=layout.stage_of,

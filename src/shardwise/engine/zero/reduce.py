@@ -28,12 +28,10 @@ with several microbatches the last bits of the two ways differ. Each is the same
 """
 
 import json
-import operator
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 
 import torch
 from torch import nn
@@ -53,9 +51,8 @@ from shardwise.engine.zero.grad_buffers import MOST_ELEMENTS, GradBuffer, GradBu
 from shardwise.engine.zero.grad_hooks import Collectors, taken_by
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError
-from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
+from shardwise.plan import Arena, Bucket, OwnedLayout, Precision, plan_arena
 from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype
-from shardwise.plan.units import Units
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -110,21 +107,6 @@ class _Flight:
     """Whether it takes memory besides: a copy in a narrower dtype, or a scratch for what is added."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnedLayout:
-    """Where one rank's parameters and gradients are."""
-
-    ownership: Ownership
-    stage: int = 0
-    """As it is carried out: where there is one owner, nothing is cut."""
-    units: Units = field(default_factory=Units)
-    """Of what is gathered by units (stage 3)."""
-    late: frozenset[str] = frozenset()
-    """Parameters whose gradients are complete only at the end of an update, because several stages use them."""
-    stage_of: Mapping[str, int] = field(default_factory=dict)
-    """Stage of the pipeline whose backward finishes a parameter."""
-
-
 class GradReduce(Passes):
     """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
 
@@ -151,19 +133,15 @@ class GradReduce(Passes):
         self._starts_when_complete = layout.stage < 3
         self._taker = taker
         self._nothing = torch.empty(0, dtype=torch.uint8, device=owners.device)
-        trainable = [each for each in layout.ownership.buckets if each.trainable]
-        is_after = [
-            self.moves_in_step and self._late.isdisjoint(slot.name for slot in each.slots) for each in trainable
-        ]
-        after = list(compress(trainable, is_after))
-        before = list(compress(trainable, map(operator.not_, is_after)))
-        self._ownership = replace(layout.ownership, buckets=tuple(before))
-        """Of what is added up before."""
-        self.buffers = GradBuffers(
-            replace(layout.ownership, buckets=tuple(after)), precision, owners, by_unit=not self._starts_when_complete
+        before, after = (
+            replace(each, buckets=tuple(bucket for bucket in each.buckets if bucket.trainable))
+            for each in layout.by_lateness()
         )
-        self._before = self._pendings(before, adds_before=True, stage_of={})
-        self._after = self._pendings(after, adds_before=False, stage_of=layout.stage_of)
+        self._ownership = before
+        """Of what is added up before."""
+        self.buffers = GradBuffers(after, precision, owners, by_unit=not self._starts_when_complete)
+        self._before = self._pendings(before.buckets, adds_before=True, stage_of={})
+        self._after = self._pendings(after.buckets, adds_before=False, stage_of=layout.stage_of)
         self._all = [*self._after, *self._before]
         self._of = {name: pending for pending in self._all for name in pending.names}
         self._by_stage: dict[int, list[_Pending]] = {}

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise import simulate
 from shardwise.comm import Channel
-from shardwise.engine.model.state_of_all import settings_texts
+from shardwise.engine.model.state import settings_texts
 from shardwise.errors import MismatchError, PeerError
 from shardwise.moving import Gathering
 from shardwise.moving.piece_exchange import merged_settings
