@@ -10,7 +10,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.zero.grad_hooks import is_of_engine
 from shardwise.errors import ModelError
 from tests.covering import covering
 from tests.engine.channels import GoesOnAlone
@@ -67,18 +66,6 @@ def test_reductions_that_start_within_backward_change_no_bit(
     assert all(torch.equal(early[name], late[name]) for name in late)
     assert of_late.early_reductions == 0
     assert of_early.reduce_scatters == of_late.reduce_scatters
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_small_gradients_have_no_hook_where_no_reduction_starts_within_backward(alone: bool) -> None:
-    def run(channel: sw.Channel) -> set[int]:
-        given = GoesOnAlone(channel) if alone else channel
-        model = nn.Sequential(nn.Linear(4, 1), nn.Linear(100, 100))
-        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
-        engine = sw.parallelize(model, plan, optimizer=adamw, loss=square_loss, channel=given)
-        return {each.numel() for each in engine.model.parameters() if is_of_engine(each)}
-
-    assert sw.simulate(2, run)[0] == ({4, 1, 100, 10_000} if alone else {10_000})
 
 
 def test_reductions_start_within_backward_up_to_the_first_bucket_that_is_not_complete() -> None:
