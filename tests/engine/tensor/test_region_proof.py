@@ -305,19 +305,22 @@ def test_hooks_of_the_program_that_change_values_are_proved(name: str, before: b
     )
 
 
-def test_hooks_of_the_program_that_look_see_no_call_of_a_proof() -> None:
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str) -> None:
     def run(channel: sw.Channel, *, prove: bool) -> int:
         seen: list[str] = []
 
         def put(engine: sw.Engine) -> None:
             for name, module in engine.model.named_modules():
-                if channel.rank == 0:  # as programs that log do
+                if channel.rank == 0 or "pp" in mesh:  # the first one alone, as programs that log do; stages refuse it
                     module.register_forward_hook(lambda *_, name=name: seen.append(name))
 
-        train(channel, between(torch.relu), plan_of(CUT, prove=prove), act=put)
+        stages = {"pipeline": ON_TWO} if "pp" in mesh else {}
+        train(channel, between(torch.relu), plan_of(CUT, mesh, prove=prove, **stages), act=put)
         return len(seen)
 
-    assert sw.simulate(2, partial(run, prove=True)) == sw.simulate(2, partial(run, prove=False))
+    size = sw.Mesh.parse(mesh).size
+    assert sw.simulate(size, partial(run, prove=True)) == sw.simulate(size, partial(run, prove=False))
 
 
 def test_what_cannot_be_compared_is_told() -> None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import is_plain, tensors_in
 from shardwise.engine.forward.aside import items_set, kept_attributes
-from shardwise.engine.forward.layers import OfEngine, Place, is_ours, run_eagerly, structures_of, wrap
+from shardwise.engine.forward.layers import OfEngine, Place, is_ours, package_of, run_eagerly, structures_of, wrap
 from shardwise.engine.pipeline.nested import token_of
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.torch_private import (
@@ -312,7 +312,7 @@ class PlacedModule(OfEngine):
         places: list[tuple[dict[str, Any], str, Any]] = []
         for at, each in hooked:
             recorders = [
-                (number, hook if is_ours(hook) else _recorder(records, at, position))
+                (number, hook if is_ours(hook) else _recorder(records, at, position, hook))
                 for position, (number, hook) in enumerate(forward_hooks(each).items())
             ]
             places.append((vars(each), FORWARD_HOOKS, OrderedDict(recorders)))
@@ -349,11 +349,12 @@ def _staged(nested: Any) -> list[StageTensor]:
     return [each for each in tensors_in(nested) if isinstance(each, StageTensor)]
 
 
-def _recorder(records: list[Any], at: int, position: int) -> Callable[..., None]:
+def _recorder(records: list[Any], at: int, position: int, hook: object) -> Callable[..., None]:
     def note(_: nn.Module, args: Any, *more: Any) -> None:
         *kwargs, output = more
         records.append((at, position, args, kwargs[0] if kwargs else None, output))
 
+    note.__module__ = package_of(hook)  # it stands for it: a proof, which hooks do not see, leaves both out
     return note
 
 
