@@ -299,7 +299,6 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
             parts=[],
             divisors=Divisors(weighting.num_microbatches, None),
             runs=[],
-            scale=None,
             norms=None,
             used={},
         )

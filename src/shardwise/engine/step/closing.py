@@ -175,14 +175,14 @@ class StepClosing:
         # What has left for the host is a mean already.
         divisors = self._divisors(weighting) if self._host_gradients is None else Divisors(1, None)
         scaling = self._computation.loss_scale
+        scale = None if scaling is None or scaling.fixed is not None else scaling.value
         return RankFigures(
-            losses=LossEntries(losses, weighting, self._channels.everyone.rank),
+            losses=LossEntries(losses, weighting, self._channels.everyone.rank, scale=scale),
             weights=weights,
             digests=digests,
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
             runs=self._gradients.runs_of(self.runs if self._asked is None else self._asked.runs),
             parts=self._gradients.parts,
-            scale=None if scaling is None or scaling.fixed is not None else scaling.value,
             norms=self._asked,
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.

@@ -75,8 +75,6 @@ class RankFigures:
     """The flat memory in which they are."""
     divisors: Divisors
     """What makes the sums means."""
-    scale: torch.Tensor | None
-    """What losses were multiplied by, where the host does not know it."""
     norms: NormParts | None
     """The parts whose norms are asked for."""
     used: Mapping[int, torch.Tensor]
@@ -156,12 +154,12 @@ class FigureMaking:
         losses, norms, weights, digests = starmap(slice, pairwise(accumulate(sizes, initial=0)))
         columns = _Columns(losses, norms, weights, digests, names, num_losses)
         num_parts = 0 if own.norms is None else len(own.norms.numbers)
-        lengths = [len(kinds) * sum(sizes), 1 + num_parts, int(own.scale is not None)]
+        lengths = [len(kinds) * sum(sizes), 1 + num_parts, int(own.losses.scale is not None)]
         # In float64, which holds any loss, norm and scale exactly.
         table = self._kept.place("table", sum(lengths), dtype=torch.float64)
         given, made, scale = table.split(lengths)
-        if own.scale is not None:
-            scale.copy_(own.scale)
+        if own.losses.scale is not None:
+            scale.copy_(own.losses.scale)
         rows = given.view(len(kinds), sum(sizes))
         if self._is_host:
             counts = [*chain.from_iterable(repeat(self._num_norms(own, each), count) for (_, each), count in told)]
@@ -339,7 +337,7 @@ class Figures:
             # Only nan is unlike itself.
             self.found_inf = torch.ne(norm, norm, out=kept.place("found_inf", dtype=torch.float32))
         self._copy = HostCopy(table)
-        self._num_given = len(table) - 1 - len(parts) - (own.scale is not None)
+        self._num_given = len(table) - 1 - len(parts) - (own.losses.scale is not None)
         if self._is_host:
             self.check()
 

@@ -29,7 +29,7 @@ from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.tensor.isolated_runs import NoDropout, differ, factor_of
 from shardwise.engine.tensor.styles import SharedInputs, Styled
 from shardwise.engine.tensor.tp_collectives import taken
-from shardwise.engine.torch_private import tree_leaves
+from shardwise.engine.torch_private import forward_hooks, tree_leaves
 from shardwise.errors import in_words
 from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
@@ -157,7 +157,7 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
     with aside(model) as has_drawn:
         for name, calls in heard.items():
             module = model.get_submodule(name)
-            if module._forward_hooks:
+            if forward_hooks(module):
                 module.register_forward_hook(partial(_note_hooks, calls))
             module.register_forward_hook(partial(_note, calls), with_kwargs=True, prepend=True)
         result = [each.clone() for each in tensors_in(call())]
@@ -288,5 +288,5 @@ def _become(model: nn.Module, outline: TensorOutline, plan: TensorPlan, rank: in
                 wrap(module, Styled(name, style, offline, shared))
             if _ends(style):
                 wrap(module, prompter := _Prompter(name, style, rank, heard[name]))
-                if module._forward_hooks:
+                if forward_hooks(module):
                     module.register_forward_hook(prompter.see_hooks)
