@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+import shardwise as sw
 from benchmarks.pipeline.models import ADAMW, Batch, batches, loss_of, net
 from benchmarks.pipeline.ours import engine_of
 from benchmarks.pipeline.outcome import Cell, Host
@@ -30,7 +31,7 @@ def measure_host(cell: Cell, channel: Channel) -> tuple[Host, dict[str, list[flo
         schedule: engine_of(cell.kind, cell.shape, schedule, cell.num_microbatches, channel) for schedule in OF_HOST
     }
     sides: dict[str, Callable[[Batch], float]] = {PLAIN: _plain_loop(cell)}
-    sides |= {name: lambda batch, engine=engine: engine.step(batch).loss for name, engine in engines.items()}
+    sides |= {name: _step_of(engine) for name, engine in engines.items()}
     cpu_s: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
     num_steps = NUM_WARM + cell.num_rounds
@@ -51,6 +52,10 @@ def measure_host(cell: Cell, channel: Channel) -> tuple[Host, dict[str, list[flo
         },
     )
     return host, losses
+
+
+def _step_of(engine: sw.Engine) -> Callable[[Batch], float]:
+    return lambda batch: engine.step(batch).loss
 
 
 def _plain_loop(cell: Cell) -> Callable[[Batch], float]:
