@@ -13,7 +13,7 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -203,7 +203,7 @@ class WatchedHook:
 @contextmanager
 def hooks_watched(module: nn.Module) -> Iterator[None]:
     """Inside, hooks of the program in `module` are `WatchedHook`; what `module.compile()` made has them compiled."""
-    placed: list[tuple[dict[int, Any], int, WatchedHook]] = []
+    placed: list[tuple[MutableMapping[int, Any], int, WatchedHook]] = []
     if not any(map(is_compiled, module.modules())):
         for each in module.modules():
             for hooks in (forward_pre_hooks(each), forward_hooks(each)):
