@@ -69,13 +69,13 @@ def sgd(parameters):
 least(lambda model: sw.parallelize(model, plan, optimizer=sgd, loss=lambda o, b: o.sum()), before=build)
 """,
     **{
-        f"step, 2 simulated ranks, {name}": COMMON
+        f"step, 2 simulated ranks, {name}, k = {k}": COMMON
         + f"""
 def train(channel):
     torch.manual_seed(0)
     engine = sw.parallelize(
         torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50))),
-        sw.Plan({plan}, merge=sw.Merge(microbatches=4), precision=sw.Precision(compute="bfloat16")),
+        sw.Plan({plan}, merge=sw.Merge(microbatches={k}), precision=sw.Precision(compute="bfloat16")),
         optimizer=lambda p: torch.optim.AdamW(p), loss=lambda o, b: o.float().square().mean(), channel=channel)
     batch = {{"input": torch.ones(8, 64)}}
     found = []
@@ -86,13 +86,30 @@ def train(channel):
     return sorted(found[10:])[15]  # ranks are threads that take turns: the shortest of their steps is by chance
 print(max(sw.simulate(2, train)))
 """
+        for k in (1, 4)
         for name, plan in {
-            "stage 2": "mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2)",
-            "stage 3": "mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)",
+            **{f"stage {at}": f"mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage={at})" for at in range(4)},
             "pp": "mesh=sw.Mesh(pp=2)",
             "tp": "mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={str(n): ('column', 'row')[n % 2] for n in range(50)})",
         }.items()
     },
+    "generate 32 tokens, 2 simulated ranks, stage 3": COMMON
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+def go(channel):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=4))
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3))
+    engine = sw.parallelize(model, plan, optimizer=lambda p: torch.optim.AdamW(p), channel=channel)
+    found = []
+    for _ in range(4):
+        start = time.perf_counter()
+        engine.generate(torch.ones(2, 8, dtype=torch.long), max_new_tokens=32, do_sample=False)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+print(max(sw.simulate(2, go)))
+""",
     "plan_reshard, 2,000 different tensors, 8 ranks": COMMON
     + """
 from shardwise.routes.reshard import plan_reshard

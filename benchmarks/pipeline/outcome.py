@@ -74,11 +74,11 @@ class Clipping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """Of one rank: what its host did for the whole model, and for its part of it under each schedule."""
+    """Of one rank: what its host did for a plain loop of the model, and for its part of it under each schedule."""
 
     rank: int
     cpu_s: dict[str, list[float]]
-    """By side, one value per round: processor seconds of forwards and backwards."""
+    """By side, one value per round: processor seconds of a step."""
     num_tried: dict[str, int]
     """By schedule: signatures that were tried on fake tensors, in all."""
     num_replayed: dict[str, float]

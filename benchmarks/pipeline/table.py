@@ -120,7 +120,7 @@ def clipping_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def host_table(outcomes: Sequence[Outcome]) -> str:
-    """A row for every rank and side: processor milliseconds of a step's forwards and backwards."""
+    """A row for every rank and side: processor milliseconds of a step."""
     header = (
         "model",
         "ranks",
@@ -129,7 +129,7 @@ def host_table(outcomes: Sequence[Outcome]) -> str:
         "side",
         "least cpu ms",
         "middle cpu ms",
-        "of the whole",
+        "of the loop",
         "tried",
         "replayed",
     )
@@ -167,7 +167,8 @@ def _ms(seconds: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.1f}"
 
 
-NOTES = """\
+NOTES = {
+    "steps": """\
 All sides update in turns in every round, each round starting with another one, from a barrier; an update lasts from the
 first rank's start to the last rank's end, and so do its forwards and backwards ("passes"). Ratios are medians over
 rounds of the ratio within a round. Before anything is timed, all sides have given the same losses over three updates on
@@ -198,19 +199,21 @@ not sleep. `passes cpu ms`: processor time of forwards and backwards, of all thr
 
 Memory: parameters are the storages behind all parameters not on the meta device, against the same modules of a model
 that nobody cut. Foreign bytes: what torch's allocator gave out during calls of modules of other stages in one update,
-except to send what is the rank's own. In flight: forwards begun and backwards not ended, from the spans.
-
+except to send what is the rank's own. In flight: forwards begun and backwards not ended, from the spans.""",
+    "clipping": """\
 Clipping: processor time of the rank's thread per microbatch, in its forwards and backwards, by phase; medians. `own`:
 modules of its stage, and operations between modules that are executed on it (a norm, the loss); `foreign`: modules of
 other stages; `glue`: all else, the user's code between modules and what all ranks compute (masks, position tables)
 included; `waiting`: for messages, taking them over, and the exchange at the end. The share is that of foreign and glue
 in all but waiting: bubble and optimizer are not in it, which would make it smaller. `of the wall`: of a step's forwards
-and backwards with waits. With more ranks than cores only processor time means anything. 1F1B, 4 layers per stage.
-
-Host: processor time of the process in a step's forwards and backwards, for 16 layers of width 16 and 4 tokens. The
-whole model and the schedules run in turns in the same processes, and all ranks run the whole model at the same time.
-The share is the middle over rounds of the ratio within a round. `tried`: signatures that were tried on fake tensors,
-once for all steps; `replayed`: calls of a microbatch whose outcome was known."""
+and backwards with waits. With more ranks than cores only processor time means anything. 1F1B, 4 layers per stage.""",
+    "host": """\
+Host: processor time of the process in a step, for 16 layers of width 16 and 4 tokens. A plain loop of the whole model
+and the schedules run in turns in the same processes, with the same losses and the same fused AdamW. All ranks run the
+plain loop at the same time. The share is the middle over rounds of the ratio within a round. `tried`: signatures that
+were tried on fake tensors, once for all steps; `replayed`: calls of a microbatch whose outcome was known.""",
+}
+"""By what a cell does."""
 
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:
@@ -223,7 +226,10 @@ def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) ->
     shapes = "\n".join(f"- {line}" for line in dict.fromkeys(_shape(outcome.cell) for outcome in outcomes))
     tables = [side_table(outcomes), stage_table(outcomes), memory_table(outcomes), clipping_table(outcomes)]
     tables.append(host_table(outcomes))
-    parts = ["# Pipelines", head, asked_table(outcomes), shapes, NOTES, *tables]
+    works = {outcome.cell.work for outcome in outcomes}
+    notes = [text for work, text in NOTES.items() if work in works]
+    with_rows = [each for each in tables if each.count("\n") > 1]
+    parts = ["# Pipelines", head, asked_table(outcomes), shapes, *notes, *with_rows]
     (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.errors import BatchError, MismatchError
-from shardwise.testing.accelerator import Counts, behind, counted
+from shardwise.testing.accelerator import LAST, Counts, behind, counted
 from tests.fake_device.words import Batch, batch_of, fused, loss_of, plan, tokens, words
 
 
@@ -52,6 +53,42 @@ def steps(
     state = {str(piece): values.cpu() for piece, values in engine.state().items()}
     numbers = [(report.loss, report.grad_norm, report.skipped, report.weight) for report in reports]
     return [*numbers, (engine.counters.updates, engine.counters.skipped)], state, found
+
+
+@pytest.mark.parametrize(
+    ("scale", "asked", "look", "syncs"),
+    [
+        (None, None, lambda report: (report.norms, report.loss_scale), 0),
+        (1024.0, None, lambda report: (report.norms, report.loss_scale), 0),
+        ("dynamic", None, lambda report: report.norms, 0),
+        ("dynamic", None, lambda report: (report.loss_scale, report.loss, report.norms), 1),
+        (None, "parameters", lambda report: (report.loss_scale, report.num_microbatches), 0),
+        (None, "parameters", lambda report: (report.norms, report.grad_norm), 1),
+    ],
+)
+def test_a_look_waits_once_and_for_nothing_that_nobody_asked_for(
+    scale: Any, asked: Any, look: Callable[[sw.StepReport], Any], syncs: int, fake: str
+) -> None:
+    def run(channel: sw.Channel) -> tuple[Any, int]:
+        scaled = replace(plan(2, dp_shard=2), precision=sw.Precision(loss_scale=scale))
+        engine = sw.parallelize(words(channel.device), scaled, optimizer=fused, loss=loss_of, channel=channel)
+        for step in range(3):
+            report = engine.step(batch_of(10 * step + channel.rank, channel.device), norms=asked)
+        with counted("sync") as counts:
+            seen = look(report)
+        return seen, counts[channel.device.index or 0].syncs
+
+    expected = sw.simulate(2, run)
+    with behind(LAST):
+        found = sw.simulate(2, run, device=fake)
+    for (seen, count), (others, _) in zip(found, expected, strict=True):
+        assert count == syncs
+        assert as_numbers(seen) == pytest.approx(as_numbers(others), rel=1e-6, nan_ok=True)
+
+
+def as_numbers(value: Any) -> list[float]:
+    """What is in it, None as nan."""
+    return [math.nan if each is None else float(each) for each in tree_leaves(value)]
 
 
 def large_first(batch: Batch) -> torch.Tensor:

@@ -221,7 +221,6 @@ class Engine(Generic[Model_co]):
             return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss, norms=norms)
         self._computation.check_joint(weighting.joint)
         scaling = self._computation.loss_scale
-        scale = None if scaling is None else scaling.value
         with self._stopping_peers("a step"), self._computation.autocast.left():
             self._has_gradients = False
             # The arena may be laid out anew, under the views that `gradients()` gave: so it gives none from here on.
@@ -275,6 +274,11 @@ class Engine(Generic[Model_co]):
             raise
         self.activations.settle()
         self._observer.end()
+        # What nobody asked for, and what the plan says, is known without a look at the device, and stays as it is.
+        shown = None if norms is None else asked
+        known: dict[str, Any] = {"norms": None} if shown is None else {}
+        if scaling is None or scaling.fixed is not None:
+            known["loss_scale"] = None if scaling is None else scaling.fixed
         return report_on_look(
             lambda: {
                 "loss": figures.loss,
@@ -282,9 +286,11 @@ class Engine(Generic[Model_co]):
                 "grad_norm": figures.grad_norm,
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
-                "loss_scale": None if scale is None else float(scale),
-                "norms": None if asked is None or norms is None else asked.reported(figures.norms, trained),
+                "loss_scale": figures.loss_scale,
+                "norms": None if shown is None else shown.reported(figures.norms, trained),
+                **known,
             },
+            **known,
             num_microbatches=len(parts),
             stop=closing.flags.stop,
             times=partial(self._observer.times, closing.times),

@@ -503,8 +503,8 @@ def _keep_own(
     matrices = MatrixUpdates(buffers, owned, homes) if homes is not None and layout.ownership.homes else None
 
     def keep_gradients(parameters: Mapping[str, nn.Parameter], ownership: Ownership, alone: Channel) -> GradReduce:
-        # Like those of any parameter, with this rank as the only owner: nothing is reduced. Others add to the sums.
-        own = OwnedLayout(ownership=ownership, late=frozenset(parameters))
+        # Like those of any parameter, with this rank as the only owner: nothing is reduced.
+        own = OwnedLayout(ownership=ownership)
         return GradReduce(parameters, own, plan.precision, owners=alone, replicas=alone, counters=counters)
 
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, keep_gradients=keep_gradients, waiting=waiting)

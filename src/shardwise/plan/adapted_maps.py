@@ -13,11 +13,11 @@ Columns: the map, `up` and numbers of outputs have this rank's outputs. Rows: th
 this rank's inputs. The sum of both is that of the uncut module. Anything else leaves the module whole.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
-from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of, parents
 
 _DOWN, _UP = "lora_A", "lora_B"
 
@@ -47,15 +47,17 @@ class AdaptedMap:
         )
 
 
-def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> AdaptedMap | None:
-    """What a module adapts; None for one that is no adapter. `modules`: by first name."""
+def adapted_in(
+    modules: Mapping[str, TensorModule], names_inside: Mapping[str, Sequence[str]], module: TensorModule
+) -> AdaptedMap | None:
+    """What a module adapts; None for one that is no adapter. `modules`: by first name; `names_inside`: `inside_of`."""
     around = next(
         (each for each in (module.name, f"{module.name}.{TOKENS}") if f"{each}.{BASE_LAYER}" in modules), None
     )
     base = modules.get(f"{around}.{BASE_LAYER}")
     if base is None or base.computes == "other":
         return None
-    inside = [each for each in modules.values() if each is module or each.name.startswith(f"{module.name}.")]
+    inside = [module, *(modules[name] for name in names_inside[module.name])]
 
     def of(name: str) -> tuple[TensorModule, ...]:
         within = f"{around}.{name}."
@@ -69,25 +71,27 @@ def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Ada
     return AdaptedMap(base=base, downs=downs, ups=ups, others=others)
 
 
-def copies_in(modules: Mapping[str, TensorModule], module: TensorModule) -> list[TensorModule]:
+def copies_in(
+    modules: Mapping[str, TensorModule], names_inside: Mapping[str, Sequence[str]], module: TensorModule
+) -> list[TensorModule]:
     """The original and the copies of a module that are trained in its place; nothing for any other module."""
     if (original := modules.get(f"{module.name}.{ORIGINAL}")) is None:
         return []
     around = f"{module.name}.{COPIES}"
-    return [original, *(each for name, each in modules.items() if name.rpartition(".")[0] == around)]
+    return [original, *(modules[name] for name in names_inside.get(around, ()) if name.rpartition(".")[0] == around)]
 
 
 def followed_maps(outline: TensorOutline) -> Iterator[tuple[str, TensorModule]]:
     """The maps and embeddings that a forward calls, by the module that is called: an adapter stands for its map."""
     modules = {each.name: each for each in outline.modules}
+    names_inside = inside_of(modules)
     adapters: dict[str, TensorModule] = {}
     for each in outline.modules:
-        if (adapted := adapted_in(modules, each)) is not None:
+        if (adapted := adapted_in(modules, names_inside, each)) is not None:
             adapters[each.name] = adapted.base
-        elif copies := copies_in(modules, each):
+        elif copies := copies_in(modules, names_inside, each):
             adapters[each.name] = copies[0]
-    inner = tuple(f"{name}." for name in adapters)
     for each in outline.modules:
         known = adapters.get(each.name, each)
-        if known.computes != "other" and not each.name.startswith(inner):
+        if known.computes != "other" and adapters.keys().isdisjoint(parents(each.name)):
             yield each.name, known

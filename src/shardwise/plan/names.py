@@ -59,6 +59,8 @@ _INSIDE_ADAPTERS = frozenset({BASE_LAYER, ORIGINAL, TOKENS})
 COPIES = "modules_to_save"
 """With this name adapters hold the modules that they train whole, by the name of the adapter."""
 
+_OF_ADAPTERS = _INSIDE_ADAPTERS | {COPIES}
+
 
 def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
     """The names that a parameter or module with adapters has in the model without them; () where that is its own.
@@ -69,7 +71,7 @@ def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
     >>> base_names("base_model.model.up.base_layer.weight", is_deep=True), base_names("up.base_layer"), base_names("up")
     (('up.weight',), (), ())
     """
-    if not name.startswith(_ADAPTED) and (_INSIDE_ADAPTERS | {COPIES}).isdisjoint(name.split(".")):
+    if not name.startswith(_ADAPTED) and _OF_ADAPTERS.isdisjoint(name.split(".")):
         return ()
     rests = [name]
     if name.startswith(_ADAPTED):
@@ -81,11 +83,7 @@ def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
         if parts[-1] in _INSIDE_ADAPTERS or COPIES in parts[-2:]:
             continue
         copies = {at + 1 for at, part in enumerate(parts) if part == COPIES}
-        kept = [
-            part
-            for at, part in enumerate(parts)
-            if part not in _INSIDE_ADAPTERS and part != COPIES and at not in copies
-        ]
+        kept = [part for at, part in enumerate(parts) if part not in _OF_ADAPTERS and at not in copies]
         found.append(".".join(kept))
     return tuple(each for each in found if each != name)
 

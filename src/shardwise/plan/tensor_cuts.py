@@ -139,10 +139,13 @@ class _Planner:
     # Modules ------------------------------------------------------------------------------------------------------
 
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
-        if rule.kind in CUTS_THE_MODULE and (adapted := adapted_in(self._modules, module)) is not None:
+        if (
+            rule.kind in CUTS_THE_MODULE
+            and (adapted := adapted_in(self._modules, self._names_inside, module)) is not None
+        ):
             self._cut_adapted(module, adapted, rule)
             return
-        if copies := copies_in(self._modules, module):
+        if copies := copies_in(self._modules, self._names_inside, module):
             for each in copies:
                 self._apply_to_module(each, rule)
             return

@@ -264,6 +264,65 @@ def test_a_region_that_is_placed_on_a_stage_is_proved_there(stage: int) -> None:
         sw.simulate(4, lambda channel: train(channel, make, plan_of(rules, "pp=2,tp=2", pipeline=stages)))
 
 
+def by_a_weight(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    weight = module.get_parameter("down.weight" if "down" in module._modules else "weight")
+    return value * weight.detach().norm()
+
+
+def by_the_size_of_a_weight(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    """Alike on all ranks."""
+    return value * (module.get_parameter("down.weight" if "down" in module._modules else "weight").numel() / 50)
+
+
+def doubled_in_place(_module: nn.Module, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        value.mul_(2)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", ["block.up", "block.down", "block"])
+def test_hooks_of_the_program_that_change_values_are_proved(name: str, before: bool) -> None:
+    def put(engine: sw.Engine, hook: Any) -> None:
+        module = engine.model.get_submodule(name)
+        if before:
+            module.register_forward_pre_hook(lambda module, args: hook(module, args[0]))
+        else:
+            module.register_forward_hook(lambda module, args, output: hook(module, output))
+
+    def losses(plan: sw.Plan, hook: Any) -> list[float]:
+        act = partial(put, hook=hook)
+        return sw.simulate(
+            plan.mesh.size,
+            lambda channel: train(channel, between(torch.neg), plan, double=True, act=act),
+        )[0]
+
+    changes = rf"gives other numbers when it is cut.* A hook of the program changes values of '{name}'"
+    for hook in (by_a_weight, by_the_size_of_a_weight):
+        with pytest.raises(ModelError, match=changes):
+            losses(plan_of(CUT), hook)
+    assert losses(plan_of(CUT), doubled_in_place) == pytest.approx(
+        losses(plan_of(None, ""), doubled_in_place), rel=1e-10
+    )
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str) -> None:
+    def run(channel: sw.Channel, *, prove: bool) -> int:
+        seen: list[str] = []
+
+        def put(engine: sw.Engine) -> None:
+            for name, module in engine.model.named_modules():
+                if channel.rank == 0 or "pp" in mesh:  # the first one alone, as programs that log do; stages refuse it
+                    module.register_forward_hook(lambda *_, name=name: seen.append(name))
+
+        stages = {"pipeline": ON_TWO} if "pp" in mesh else {}
+        train(channel, between(torch.relu), plan_of(CUT, mesh, prove=prove, **stages), act=put)
+        return len(seen)
+
+    size = sw.Mesh.parse(mesh).size
+    assert sw.simulate(size, partial(run, prove=True)) == sw.simulate(size, partial(run, prove=False))
+
+
 def test_what_cannot_be_compared_is_told() -> None:
     """A cut that begins on one stage and ends on the next."""
     stages = sw.Pipeline(stages={"embedding": 0, "norm": 0, "block.up": 0, "block.down": 1, "head": 1})

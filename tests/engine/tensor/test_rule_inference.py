@@ -318,9 +318,70 @@ def test_a_verification_compares_what_is_inferred_with_one_process() -> None:
     assert report.steps[0].tallies
 
 
+def hooked(module: str, hook: Callable[..., Any], *, before: bool = False) -> Block:
+    """A model in which the program has put a hook on a module."""
+
+    def make() -> nn.Module:
+        model = around(PLAIN)()
+        inner = model.get_submodule(module)
+        if before:
+            inner.register_forward_pre_hook(hook)
+        else:
+            inner.register_forward_hook(hook)
+        return model
+
+    return make
+
+
+def doubled(_module: nn.Module, args: Any, output: Any = None) -> Any:
+    return (args[0] * 2,) if output is None else output * 2
+
+
+def scaled(module: nn.Module, args: Any, output: Any = None) -> Any:
+    """By the norm of a weight, which is another one for each part of it."""
+    weight = module.get_parameter("block.down.weight" if "block" in module._modules else "weight")
+    return (args[0] * weight.norm(),) if output is None else output * weight.norm()
+
+
+MAPS = {"embed": "vocab", "block.up": "column", "block.down": "row", "head": "vocab"}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("module", MAPS)
+def test_hooks_are_heard_by_what_is_inferred(module: str, before: bool) -> None:
+    """One that computes with a parameter leaves it whole; others leave what they stand on cut."""
+    if before and module == "embed":
+        return  # it reads words
+    rules, _ = rules_of(hooked(module, doubled, before=before))
+    assert rules.keys() == MAPS.keys()
+    rules, _ = rules_of(hooked(module, scaled, before=before))
+    assert module not in rules
+    assert rules
+    rules_of(hooked(module, doubled, before=before), rules={"*": "auto", module: MAPS[module]})
+
+
+def test_the_loss_of_a_head_that_a_rule_cuts_is_rehearsed_beside_what_is_inferred() -> None:
+    def run(model: Any) -> torch.Tensor:
+        return sw.VocabularyCrossEntropy(model.head)(model(WORDS), WORDS.roll(1))
+
+    rules, _ = rules_of(around(PLAIN), rules={"*": "auto", "head": "column"}, run=run, near=1e-6)
+    assert {"embed": "vocab", "block.up": "column(groups=24)", "block.down": "row(groups=24)"}.items() <= rules.items()
+
+
 REFUSED = Refusals(
     "engine.inferred_rules",
     {
+        "a hook that reads the weight of a row": lambda: rules_of(
+            hooked("block.down", scaled), rules={"*": "auto", "block.up": "column", "block.down": "row"}
+        ),
+        "a hook that reads the weight of a column": lambda: rules_of(
+            hooked("block.up", scaled), rules={"*": "auto", "block.up": "column", "block.down": "row"}
+        ),
+        "a hook of the head": lambda: rules_of(hooked("head", scaled), rules={"*": "auto", "head": "vocab"}),
+        "a hook of the model": lambda: rules_of(
+            hooked("", scaled), rules={"*": "auto", "block.up": "column", "block.down": "row"}
+        ),
+        "a rule that asks all ranks": lambda: rules_of(around(PLAIN), rules={"*": "auto", "norm": "sequence"}),
         "own rules that break them": lambda: rules_of(around(PLAIN), rules={"*": "auto", "block.up": "replicate"}),
         "no sample": lambda: rules_of(around(PLAIN), sample=None),
         "nothing to cut": lambda: rules_of(

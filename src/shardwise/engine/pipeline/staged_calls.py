@@ -22,7 +22,7 @@ from typing_extensions import override
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import is_plain, tensors_in, transform
 from shardwise.engine.forward.aside import items_set, kept_attributes
-from shardwise.engine.forward.layers import OfEngine, Place, is_ours, run_eagerly, structures_of, wrap
+from shardwise.engine.forward.layers import OfEngine, Place, is_ours, package_of, run_eagerly, structures_of, wrap
 from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE
 from shardwise.engine.pipeline.nested import comparable, token_of, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
@@ -424,7 +424,7 @@ def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     places: list[tuple[dict[str, Any], str, Any]] = []
     for at, each in _hooked(modules):
         recorders = [
-            (number, hook if is_ours(hook) else _recorder(records, at, position))
+            (number, hook if is_ours(hook) else _recorder(records, at, position, hook))
             for position, (number, hook) in enumerate(forward_hooks(each).items())
         ]
         places.append((vars(each), FORWARD_HOOKS, OrderedDict(recorders)))
@@ -432,11 +432,12 @@ def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         yield records
 
 
-def _recorder(records: list[Any], at: int, position: int) -> Callable[..., None]:
+def _recorder(records: list[Any], at: int, position: int, hook: object) -> Callable[..., None]:
     def note(_: nn.Module, args: Any, *more: Any) -> None:
         *kwargs, output = more
         records.append((at, position, args, kwargs[0] if kwargs else None, output))
 
+    note.__module__ = package_of(hook)  # it stands for it: a proof, which hooks do not see, leaves both out
     return note
 
 

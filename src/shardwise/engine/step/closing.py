@@ -174,8 +174,10 @@ class StepClosing:
         mine = self._gradients.touched & gradients.keys() if self._channels.have_whole_gradients else frozenset()
         # What has left for the host is a mean already.
         divisors = self._divisors(weighting) if self._host_gradients is None else Divisors(1, None)
+        scaling = self._computation.loss_scale
+        scale = None if scaling is None or scaling.fixed is not None else scaling.value
         return RankFigures(
-            losses=LossEntries(losses, weighting, self._channels.everyone.rank),
+            losses=LossEntries(losses, weighting, self._channels.everyone.rank, scale=scale),
             weights=weights,
             digests=digests,
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.

@@ -1,7 +1,7 @@
 """The figures of a step, its loss and its norm: made of what every rank gives, before any of them updates.
 
     row of a rank    | losses | norms | weights | digests |    float64; rows of all ranks are equally long
-    table            | row of rank 0 | row of rank 1 | .. | norm of all | norms of parts |
+    table            | row of rank 0 | row of rank 1 | .. | norm of all | norms of parts | scale of losses |
                                           |                  +--> factor of the clip; whether to skip
                                           +--> loss, norm, skipped, for the host
 
@@ -153,10 +153,13 @@ class FigureMaking:
         ]
         losses, norms, weights, digests = starmap(slice, pairwise(accumulate(sizes, initial=0)))
         columns = _Columns(losses, norms, weights, digests, names, num_losses)
-        num_given, num_parts = len(kinds) * sum(sizes), 0 if own.norms is None else len(own.norms.numbers)
-        # In float64, which holds any loss and any norm exactly.
-        table = self._kept.place("table", num_given + 1 + num_parts, dtype=torch.float64)
-        given, made = table[:num_given], table[num_given:]
+        num_parts = 0 if own.norms is None else len(own.norms.numbers)
+        lengths = [len(kinds) * sum(sizes), 1 + num_parts, int(own.losses.scale is not None)]
+        # In float64, which holds any loss, norm and scale exactly.
+        table = self._kept.place("table", sum(lengths), dtype=torch.float64)
+        given, made, scale = table.split(lengths)
+        if own.losses.scale is not None:
+            scale.copy_(own.losses.scale)
         rows = given.view(len(kinds), sum(sizes))
         if self._is_host:
             counts = [*chain.from_iterable(repeat(self._num_norms(own, each), count) for (_, each), count in told)]
@@ -318,7 +321,7 @@ class Figures:
         parts: Mapping[Key, torch.Tensor],
         kept: KeptNumbers,
     ) -> None:
-        """table: the rows of all ranks, behind them their norm and those of `parts`. norm: from `_norm_or_nan`.
+        """table: the rows of all ranks, their norm, those of `parts`, and a scale. norm: from `_norm_or_nan`.
 
         All of them are `kept`, and hold until the next step; what is asked later is in the copy for the host.
         """
@@ -334,6 +337,7 @@ class Figures:
             # Only nan is unlike itself.
             self.found_inf = torch.ne(norm, norm, out=kept.place("found_inf", dtype=torch.float32))
         self._copy = HostCopy(table)
+        self._num_given = len(table) - 1 - len(parts) - (own.losses.scale is not None)
         if self._is_host:
             self.check()
 
@@ -379,6 +383,11 @@ class Figures:
         return dict(zip(self._parts, self._norms[1:], strict=True))
 
     @property
+    def loss_scale(self) -> float:
+        """What losses were multiplied by, where the host did not know it."""
+        return float(self._copy.values()[-1])
+
+    @property
     def is_finite(self) -> bool:
         """Whether the norm is, and the batch that of the other ranks."""
         return math.isfinite(self.grad_norm) and not self._different
@@ -400,12 +409,11 @@ class Figures:
 
     @cached_property
     def _rows(self) -> Numbers:
-        num_made = 1 + len(self._parts)
-        return self._copy.values()[:-num_made].reshape(-1, self._columns.digests.stop)
+        return self._copy.values()[: self._num_given].reshape(-1, self._columns.digests.stop)
 
     @cached_property
     def _norms(self) -> list[float]:
-        made = torch.from_numpy(self._copy.values()[-1 - len(self._parts) :]).to(self._norm.dtype)
+        made = torch.from_numpy(self._copy.values()[self._num_given :][: 1 + len(self._parts)]).to(self._norm.dtype)
         return [norm if math.isfinite(norm) else math.nan for norm in made.tolist()]
 
     @cached_property

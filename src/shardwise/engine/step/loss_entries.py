@@ -34,9 +34,18 @@ _PLAIN: Kinds = [[]]
 class LossEntries:
     """Those of the microbatches of one rank."""
 
-    def __init__(self, losses: Sequence[MicrobatchLoss], weighting: Weighting, data_rank: int) -> None:
+    def __init__(
+        self,
+        losses: Sequence[MicrobatchLoss],
+        weighting: Weighting,
+        data_rank: int,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> None:
         self._losses = losses
         self.weighting = weighting
+        self.scale = scale
+        """What they were multiplied by, where the host does not know it."""
         self._data_rank = data_rank
         # What has no weight was not computed.
         counted = zip(losses, weighting.of_rank(data_rank), strict=True)

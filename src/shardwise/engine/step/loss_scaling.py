@@ -32,10 +32,10 @@ class LossScale:
     """The scale of the losses of an engine."""
 
     def __init__(self, setting: float | Literal["dynamic"], device: torch.device) -> None:
-        self.is_dynamic = setting == "dynamic"
-        """Whether it changes with the steps."""
-        scale = INITIAL if setting == "dynamic" else setting
-        self.value = torch.tensor(scale, dtype=torch.float32, device=device)
+        scale = torch.tensor(INITIAL if setting == "dynamic" else setting, dtype=torch.float32)
+        self.fixed = None if setting == "dynamic" else float(scale)
+        """The number that the plan gives, as `value` has it; None where it changes with the steps."""
+        self.value = scale.to(device)
         """The scale of the step that goes on, or comes next. A tensor of its own for each change."""
         self._in_a_row = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -45,7 +45,7 @@ class LossScale:
 
     def learn(self, figures: Figures) -> None:
         """A step had these figures."""
-        if not self.is_dynamic:
+        if self.fixed is not None:
             return
         wrong = figures.found_inf  # 1 or 0
         if wrong is None:
@@ -62,14 +62,14 @@ class LossScale:
 
     def restore(self, state: State) -> None:
         """Go on from a checkpoint. A number that the plan gives stays."""
-        if self.is_dynamic:
+        if self.fixed is None:
             self.value = torch.full_like(self.value, state[0])
             self._in_a_row = torch.full_like(self._in_a_row, state[1])
 
 
 def to_settings(scale: LossScale | None) -> dict[str, Any]:
     """The entry of a checkpoint's settings, where the scale is dynamic."""
-    if scale is None or not scale.is_dynamic:
+    if scale is None or scale.fixed is not None:
         return {}
     value, in_a_row = scale.state()
     return {"loss_scale": {"scale": value, "in_a_row": in_a_row}}

@@ -73,7 +73,8 @@ class _ValuesOnLook(FilledOnLook):
 class StepReport(_ValuesOnLook):
     """One update, in numbers that are the same on every rank.
 
-    On a device the first look at one of the numbers waits until the device has computed them.
+    On a device the first look at one of the numbers waits until the device has computed them. A look at what was not
+    asked for waits for nothing: `norms` without `step(norms=...)`, and a `loss_scale` that the plan gives.
     """
 
     loss: float

@@ -12,7 +12,9 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,14 +26,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.nested_values import SeenContainers, is_plain, tensors_in, transform
 from shardwise.engine.forward.kept_objects import held_tensors
-from shardwise.engine.forward.layers import APART, Forward, package_of, run_eagerly, strip
+from shardwise.engine.forward.layers import APART, Forward, is_compiled, package_of, run_eagerly, strip
 from shardwise.engine.forward.observe import Observed, eps_of
 from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.tensor.tp_collectives import widened
-from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks
+from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks, version_of
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
@@ -178,15 +180,66 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
         stop_following(module)
 
 
-def _is_kept(hook: Any, way: Way) -> bool:
-    """Hooks of torch (normed weights) and ours belong to the module. Those of others look at the calls of a program.
+class WatchedHook:
+    """A hook of the program, which stands in its place for one call of a model and notes whether it changes a value."""
 
-    In training mode nothing is drawn to split streams: it would look as if the module had drawn.
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+        self.changes = False
+        self.__module__ = package_of(hook)  # it is the program's for whoever asks
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        """What the hook gives."""
+        before = tensors_in(given)
+        versions = [version_of(each) for each in before]
+        answer = self.hook(module, *given)
+        after = tensors_in(given)
+        is_as_before = len(after) == len(before) and all(map(operator.is_, after, before))
+        if answer is not None or not is_as_before or [version_of(each) for each in after] != versions:
+            self.changes = True
+        return answer
+
+
+@contextmanager
+def hooks_watched(module: nn.Module) -> Iterator[None]:
+    """Inside, hooks of the program in `module` are `WatchedHook`; what `module.compile()` made has them compiled."""
+    placed: list[tuple[MutableMapping[int, Any], int, WatchedHook]] = []
+    if not any(map(is_compiled, module.modules())):
+        for each in module.modules():
+            for hooks in (forward_pre_hooks(each), forward_hooks(each)):
+                placed += [(hooks, number, WatchedHook(hook)) for number, hook in hooks.items() if _is_programs(hook)]
+    for hooks, number, watched in placed:
+        hooks[number] = watched
+    try:
+        yield
+    finally:
+        for hooks, number, watched in placed:
+            if hooks.get(number) is watched:  # a hook may take itself off
+                hooks[number] = watched.hook
+
+
+def watched_hooks(module: nn.Module) -> list[WatchedHook]:
+    """Those of one module."""
+    every = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
+    return [each for each in every if isinstance(each, WatchedHook)]
+
+
+def _is_programs(hook: object) -> bool:
+    return package_of(hook) not in ("torch", "shardwise")
+
+
+def _is_kept(hook: Any, way: Way) -> bool:
+    """Hooks of torch (normed weights) and ours belong to the module, and those of the program that change a value.
+
+    Others look at the calls of a program. In training mode nothing is drawn to split streams: it would look as if the
+    module had drawn.
     """
+    if isinstance(hook, WatchedHook):
+        return hook.changes
     # A split draws one number from the stream around (see `engine.randomness`).
     if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
-    return package_of(hook) in ("torch", "shardwise")
+    return not _is_programs(hook)
 
 
 _FACTOR, _COARSE_FACTOR = 64.0, 8.0

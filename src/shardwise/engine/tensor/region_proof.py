@@ -42,9 +42,11 @@ from shardwise.engine.tensor.isolated_runs import (
     differ,
     factor_of,
     finest_eps,
+    hooks_watched,
     perturbed,
     rounded,
     run_apart,
+    watched_hooks,
 )
 from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
@@ -116,6 +118,7 @@ class _RegionProof(Layer):
                 if isinstance(inputs, CopiedInputs):
                     proof.explain(self, inputs, error)
                 raise
+            proof.compare_held_back(self)
             if self.state == "waiting":
                 proof.compare(self, inputs)
             self.state = "done"
@@ -330,6 +333,10 @@ class _RegionProof(Layer):
         except Exception as error:
             return in_words(error)
 
+    def on_any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on some rank along tp."""
+        return any(self._exchanged(is_so, bool))
+
     def _exchanged(self, value: Any, form: Any) -> list[Any]:
         """Every rank's value, each of this form."""
         answers = self._proof.channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
@@ -340,6 +347,10 @@ class _RegionProof(Layer):
     def _named(self) -> str:
         name = repr(self.region.name) if self.region.name else "the model itself"
         return f"{name} ({type(self.module).__name__})"
+
+    def _inside(self, name: str) -> str:
+        """The name in the model of a module in this one."""
+        return ".".join(filter(None, (self.region.name, name)))
 
     def _rules(self) -> str:
         listed = [f"{name!r}: {', '.join(style.kind for style in held)}" for name, held in self.region.styles.items()]
@@ -355,21 +366,25 @@ class _RegionProof(Layer):
 
     def _advice(self) -> str:
         counting = [
-            ".".join(filter(None, (self.region.name, name)))
+            self._inside(name)
             for name, each in self.module.named_modules()
             if any(type(vars(each).get(word)) is int for word in HEADS + GROUPS)
-            and not any(
-                style.kind == "heads"
-                for style in self.region.styles.get(".".join(filter(None, (self.region.name, name))), ())
-            )
+            and not any(style.kind == "heads" for style in self.region.styles.get(self._inside(name), ()))
         ]
         heads = f"; {counting[0]!r} counts heads in attributes: try the rule 'heads' for it" if counting else ""
+        hooked = next((self._inside(name) for name, each in self.module.named_modules() if _changes(each)), None)
+        hook = "" if hooked is None else f"A hook of the program changes values of {hooked or 'the model'!r}. "
         return (
-            "If a mean, a norm or a softmax reads a cut dim, give the map before it 'colwise_gather_output' or "
+            f"{hook}If a mean, a norm or a softmax reads a cut dim, give the map before it 'colwise_gather_output' or "
             "'replicate'. If a parameter holds parts side by side, give parts=; if they alternate, leave it whole "
             f"('replicate'){heads}. Rules that are given beat the plan that a model carries. sw.Tensor(prove=False) "
             "(tensor.prove = false) trains without this comparison"
         )
+
+
+def _changes(module: nn.Module) -> bool:
+    """Whether a hook of the program has changed what the module reads or gives."""
+    return any(each.changes for each in watched_hooks(module))
 
 
 class Proof:
@@ -406,6 +421,8 @@ class Proof:
         self._warned: set[str] = set()
         self._watched: list[_RegionProof] = []
         self._calls: list[_RegionProof] = []
+        self._held_back: list[tuple[_RegionProof, _RegionProof, CopiedInputs | UnjudgedError]] = []
+        """The module around, and a region with hooks of the program on itself, which run after its forward."""
         for region in regions_of(plan):
             if is_local(region.name):
                 self._watched.append(_RegionProof(self, region))
@@ -416,17 +433,37 @@ class Proof:
     @contextmanager
     def calling(self, watch: _RegionProof) -> Iterator[None]:
         """The watched module runs."""
-        self._calls.append(watch)
-        try:
-            yield
-        finally:
-            self._calls.pop()
+        with nullcontext() if self._calls else hooks_watched(watch.module):
+            self._calls.append(watch)
+            try:
+                yield
+            finally:
+                self._calls.pop()
 
     def compare(self, watch: _RegionProof, inputs: CopiedInputs | UnjudgedError) -> None:
-        """Compare a region; a refusal is kept until all ranks are asked."""
-        # The calls that go on, from the outside in; the nearest one around has a layer too, and is compared in the
-        # place of this region when its own forward ends.
-        around = next((each for each in reversed(self._calls) if each is not watch), None)
+        """Compare a region, or hold it back to the end of the module around; a refusal is kept until all are asked."""
+        around = self._around(watch)
+        if around is not None and watch.on_any_rank(bool(watched_hooks(watch.module))):
+            self._held_back.append((around, watch, inputs))
+        else:
+            self._compare(watch, inputs)
+
+    def compare_held_back(self, around: _RegionProof) -> None:
+        """Compare the regions in a module whose own hooks have run by now; itself, where they change a value."""
+        mine = [each for each in self._held_back if each[0] is around]
+        self._held_back = [each for each in self._held_back if each[0] is not around]
+        for _, watch, inputs in mine:
+            if watch.on_any_rank(_changes(watch.module)):
+                around.state = "waiting"
+            else:
+                self._compare(watch, inputs)
+
+    def _around(self, watch: _RegionProof) -> _RegionProof | None:
+        """The nearest call around that goes on: it has a layer too, and is compared when its own forward ends."""
+        return next((each for each in reversed(self._calls) if each is not watch), None)
+
+    def _compare(self, watch: _RegionProof, inputs: CopiedInputs | UnjudgedError) -> None:
+        around = self._around(watch)
         try:
             if isinstance(inputs, UnjudgedError):
                 raise inputs

@@ -21,7 +21,7 @@ from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatc
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.tp_collectives import taken
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, few_of
 from shardwise.plan import Plan
 from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.plan.tensor_matching import match_rules
@@ -62,7 +62,7 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     if outline.carried or not is_automatic:
         plan_of_rules = plan_tensor(outline, rules, num_ranks=num_ranks)
         return TensorDecision(plan=plan_of_rules, left=plan_of_rules.left)
-    from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
+    from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse, that_ask
     from shardwise.engine.tensor.rule_inference import infer_plan
 
     call = _call(model, plan, loss, sample)
@@ -71,6 +71,12 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
         return TensorDecision(plan=plan_inferred, inferred=inferred, left={**left, **plan_inferred.left})
     # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
     mixed = plan_tensor(replace(outline, carried=inferred), rules, num_ranks=num_ranks)
+    if asking := that_ask(mixed):
+        raise PlanError(
+            'tensor.rules: what "auto" infers beside rules of yours is tried for each rank alone, and the rule of '
+            f"{few_of(asking)} needs the answers of all ranks. Give the rules of all modules, without "
+            f'"auto". Inferred: {dict(inferred)}'
+        )
     try:
         rehearse(model, outline, mixed, call)
     except RehearsalError as wrong:

@@ -1,7 +1,7 @@
 """What a sharding stage holds where: the layout that is planned, and the buffers and gradients that follow it.
 
 stage   parameters                           gradients (`GradReduce`)   around microbatches (`Passes`)
-0, 1    WholeBucket                          added before reduction     small gradients are taken
+0, 1    WholeBucket                          added before reduction     nothing
 2       WholeBucket                          added after it             the same object: reduces in each
 3       ShardedBucket; ties between stages   added after it             Unshard: gathers units too
         of the pipeline: WholeBucket
@@ -22,7 +22,7 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce, PassesBefore
+from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import OwnedLayout, Placement, Plan, plan_ownership
@@ -125,7 +125,8 @@ def install(
         taker=taker,
     )
     if layout.stage < 3:
-        return gradients, gradients if gradients.moves_in_step else PassesBefore(gradients)
+        # Layers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
+        return gradients, gradients if gradients.moves_in_step else Passes()
     unshard = Unshard(
         params,
         gradients,

@@ -28,7 +28,6 @@ with several microbatches the last bits of the two ways differ. Each is the same
 """
 
 import json
-import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,20 +170,17 @@ class GradReduce(Passes):
         """Buckets in the order in which the first microbatch completed them."""
         self._copies = GradCopies()
         self._owned = OwnedGradients()
-        self._quiet: dict[int | None, dict[str, nn.Parameter]] = {at: {} for at in (*self._by_stage, None)}
-        """Parameters without a hook, of all buckets of a stage; None: of those that are added up before."""
+        self._quiet: dict[int, dict[str, nn.Parameter]] = {at: {} for at in self._by_stage}
+        """Parameters without a hook, of all buckets of a stage."""
         self.collectors = Collectors(self._with_hooks(parameters), self)
         """The hooks through which autograd gives finished gradients."""
 
     def _with_hooks(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        # A hook costs the host as much as a small gradient: where the caller says when all have come, or no reduction
-        # starts while a backward runs, small ones have none.
+        # A hook costs the host as much as a small gradient: where the caller says when all have come, small ones have
+        # none.
         for pending in () if self._starts_when_complete else self._after:
             pending.quiet = {name: parameters[name] for name in _small(pending.bucket)}
             self._quiet[pending.stage] |= pending.quiet
-        for pending in () if self._owners.progresses_alone or self._taker is not None else self._before:
-            small = {name: parameters[name] for name in _small(pending.bucket)}
-            self._quiet[None] |= {name: each for name, each in small.items() if name not in self._late}
         quiet = set().union(*self._quiet.values())
         return {name: parameters[name] for name in self._of if name not in quiet}
 
@@ -372,17 +368,6 @@ class GradReduce(Passes):
         for at in stages:
             if late := take_gradients(self._quiet.get(at, {})):
                 raise ModelError(self._too_late(next(iter(late))))
-
-    def take_quiet(self) -> None:
-        """Take the small gradients that are added up before: a backward has ended."""
-        if not self._is_collecting:
-            return
-        for name, gradient in take_gradients(self._quiet[None]).items():
-            if self._trained.names is None or name in self._trained.names:
-                pending = self._of[name]
-                self._copies.put(pending.views[name], gradient, adds=name in pending.touched)
-                pending.touched.add(name)
-                self._touched.add(name)
 
     def finish(self, indices: Sequence[int]) -> None:
         """Reduce the buckets with these numbers now (`index_of`): nothing more comes in this microbatch."""
@@ -634,21 +619,6 @@ class GradReduce(Passes):
             "checkpoints do so: give them use_reentrant=False. Or name the module around all uses of the unit in "
             "sharding.units"
         )
-
-
-class PassesBefore(Passes):
-    """What data ranks do at stages 0 and 1 around microbatches, where gradients are added up before the reduction.
-
-    Layers of modules keep it for as long as the model lives, and not the gradients.
-    """
-
-    def __init__(self, gradients: GradReduce) -> None:
-        self._gradients = weakref.ref(gradients)
-
-    @override
-    def microbatch_done(self, stage: int | None = None) -> None:
-        if (gradients := self._gradients()) is not None:
-            gradients.take_quiet()
 
 
 def _small(bucket: Bucket) -> list[str]:
