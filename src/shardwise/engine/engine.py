@@ -39,8 +39,7 @@ from shardwise.engine.forward.batches import (
     given_microbatches,
     moved_to,
 )
-from shardwise.engine.forward.inventory import ModelContents, refuse_moved
-from shardwise.engine.forward.packed_tensors import PackedPlaces
+from shardwise.engine.forward.inventory import ModelContents, kind_in, refuse_moved
 from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, TrainedSet
 from shardwise.engine.guards.forward_writes import ForwardWrites
 from shardwise.engine.guards.plain_calls import CHANGED_LINES
@@ -114,7 +113,7 @@ class Engine(Generic[Model_co]):
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = rank.channels
         self._buffers = rank.tensors.buffers
-        self._packed = PackedPlaces(rank.model)
+        self._restore_packed = kind_in(rank.model).kept(rank.model)
         self._gradients = rank.gradients.reduced
         self._sizes = PlanSizes(rank)
         self.tensor_decision = rank.computation.forwards.decision
@@ -418,7 +417,7 @@ class Engine(Generic[Model_co]):
         """
         self._check_turn()
         self._closing.judge()
-        self._packed.restore()
+        self._restore_packed()
         refuse_moved([*self._buffers.moved(), *self._rank.tensors.ties.moved()])
         self._buffers.adopt_writes(reads_all=True)
         # After `adopt_writes`: masters would be saved without what `load_state_dict` wrote to working copies.
@@ -588,7 +587,7 @@ class Engine(Generic[Model_co]):
 
     def _check_model(self, *, reads_all: bool = False) -> None:
         self._check_turn()
-        self._packed.restore()
+        self._restore_packed()
         self._contents.check()
         self._added = self._rank.updates.plain_calls.added(self._contents.parameters)
         refuse_moved([*self._buffers.moved(), *self._rank.tensors.ties.moved()])

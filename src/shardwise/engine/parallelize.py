@@ -33,13 +33,13 @@ from shardwise.engine.forward.inventory import (
     Inventory,
     describe_model,
     describe_values,
+    kind_in,
     take_inventory,
     take_over,
     with_values,
 )
 from shardwise.engine.forward.kept_objects import Alias, aliases_in, take_along
 from shardwise.engine.forward.layers import unwrap
-from shardwise.engine.forward.packed_tensors import move_carried, settle_packed
 from shardwise.engine.forward.padded_encoders import let_encoders_pad
 from shardwise.engine.forward.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.forward.randomness import KeyedRandom
@@ -491,7 +491,9 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     # What goes to flat buffers stays where it was built until its buffer takes it, which may want a part of it only:
     # whole parameters and buffers would be on the device at once. Replicas of ties have buffers of their own.
     buffered = {slot.name for bucket in layout.ownership.buckets for slot in bucket.slots}
-    move_carried([each for name, each in held.carried().items() if name not in buffered], device)
+    for name, each in held.carried().items():
+        if name not in buffered and not each.is_meta and each.device != device:
+            torch.utils.swap_tensors(each, each.to(device))  # the objects stay
     move_to(
         model,
         device,
@@ -527,7 +529,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
     take_along(inspected.aliases, held.parameters)
-    settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
+    kind_in(model).settle(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
     note_masters(buffers.buckets)
     model_buffers.settle(channels.everyone, channels.pipeline)  # it remembers values, so all are here by now
     tensors = RankTensors(

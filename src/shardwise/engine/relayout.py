@@ -25,13 +25,13 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.forward.inventory import exchange, named_places, take_over, with_values
+from shardwise.engine.forward.inventory import all_carried, exchange, kind_in, named_places, take_over, with_values
 from shardwise.engine.forward.kept_objects import aliases_in, take_along
-from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.model.rank_parts import Asked, Settled
 from shardwise.engine.model.state import EngineRestoration, HandOver
 from shardwise.engine.model.state_of_all import merged_settings, settings_texts, sources_of, stored_of_all, targets_of
 from shardwise.engine.optimizers.known import of_no_parameter
+from shardwise.engine.parameter_kinds import Swapped, is_shell
 from shardwise.errors import CheckpointError, PlanError, ShardwiseError
 from shardwise.moving import Gathering, reshard
 from shardwise.plan import Plan
@@ -193,7 +193,7 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
         spec.name: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
         for spec in carried_specs
     }
-    swapped += put_in(handed.rank.model, carried, empty)
+    swapped += kind_in(handed.rank.model).put_in(handed.rank.model, carried, empty)
     rooms: dict[torch.Tensor, torch.Tensor] = {}
     for module in handed.rank.model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):

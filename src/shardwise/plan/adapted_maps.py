@@ -13,11 +13,10 @@ Columns: the map, `up` and numbers of outputs have this rank's outputs. Rows: th
 this rank's inputs. The sum of both is that of the uncut module. Anything else leaves the module whole.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
-from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.outlines import AdaptedMap, TensorModule
 
 _DOWN, _UP = "lora_A", "lora_B"
 
@@ -25,30 +24,15 @@ _LOOKED_UP = frozenset({"lora_embedding_A", "lora_embedding_B"})
 """Parameters of an adapter of an embedding, which looks tokens up in them and never reads the base layer's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptedMap:
-    """A map and its adapters."""
-
-    base: TensorModule
-    downs: tuple[TensorModule, ...]
-    ups: tuple[TensorModule, ...]
-    others: tuple[tuple[TensorModule, str], ...]
-    """Parameters of none of these: the module that holds one, and its attribute."""
-
-    def foreign(self) -> str | None:
-        """A parameter that shows that the adapter may read the base layer's weight; None where there is none."""
-        return next(
-            (
-                each.parameters[attribute]
-                for each, attribute in self.others
-                if _LOOKED_UP.isdisjoint(each.parameters[attribute].split("."))
-            ),
-            None,
-        )
+def adapters_in(modules: Sequence[TensorModule]) -> Iterator[tuple[str, AdaptedMap | tuple[TensorModule, ...]]]:
+    """The `adapters` of an outline with these modules."""
+    by_name = {each.name: each for each in modules}
+    for each in modules:
+        if found := _adapted_in(by_name, each) or _copies_in(by_name, each):
+            yield each.name, found
 
 
-def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> AdaptedMap | None:
-    """What a module adapts; None for one that is no adapter. `modules`: by first name."""
+def _adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> AdaptedMap | None:
     around = next(
         (each for each in (module.name, f"{module.name}.{TOKENS}") if f"{each}.{BASE_LAYER}" in modules), None
     )
@@ -66,28 +50,13 @@ def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Ada
     others = tuple((each, key) for each in inside if each.name not in known for key in each.parameters)
     if not (downs or ups or others):
         others = ((base, "weight"),)  # its parameters are another adapter's (ties), so it may compute anything
-    return AdaptedMap(base=base, downs=downs, ups=ups, others=others)
+    held = (each.parameters[key] for each, key in others)
+    foreign = next((name for name in held if _LOOKED_UP.isdisjoint(name.split("."))), None)
+    return AdaptedMap(base=base, downs=downs, ups=ups, others=others, foreign=foreign)
 
 
-def copies_in(modules: Mapping[str, TensorModule], module: TensorModule) -> list[TensorModule]:
-    """The original and the copies of a module that are trained in its place; nothing for any other module."""
+def _copies_in(modules: Mapping[str, TensorModule], module: TensorModule) -> tuple[TensorModule, ...]:
     if (original := modules.get(f"{module.name}.{ORIGINAL}")) is None:
-        return []
+        return ()
     around = f"{module.name}.{COPIES}"
-    return [original, *(each for name, each in modules.items() if name.rpartition(".")[0] == around)]
-
-
-def followed_maps(outline: TensorOutline) -> Iterator[tuple[str, TensorModule]]:
-    """The maps and embeddings that a forward calls, by the module that is called: an adapter stands for its map."""
-    modules = {each.name: each for each in outline.modules}
-    adapters: dict[str, TensorModule] = {}
-    for each in outline.modules:
-        if (adapted := adapted_in(modules, each)) is not None:
-            adapters[each.name] = adapted.base
-        elif copies := copies_in(modules, each):
-            adapters[each.name] = copies[0]
-    inner = tuple(f"{name}." for name in adapters)
-    for each in outline.modules:
-        known = adapters.get(each.name, each)
-        if known.computes != "other" and not each.name.startswith(inner):
-            yield each.name, known
+    return (original, *(each for name, each in modules.items() if name.rpartition(".")[0] == around))

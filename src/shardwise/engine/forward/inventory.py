@@ -5,7 +5,7 @@
     a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
     cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
 
-Whether a parameter is packed, and what belongs to it, is asked of `packed_tensors`.
+What belongs to a packed parameter is asked of its kind (`parameter_kinds`).
 """
 
 import operator
@@ -20,9 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
-from shardwise.engine.forward.packed_tensors import carried_by, is_packed, is_shell
 from shardwise.engine.forward.parametrizations import see_parametrizations
-from shardwise.engine.forward.sharded_parameters import plain_class
+from shardwise.engine.parameter_kinds import AT_REST, Carried, ParameterKind, is_packed, is_shell, plain_class
 from shardwise.engine.torch_private import (
     GRADIENT_HOOKS,
     DisableTorchFunctionSubclass,
@@ -51,7 +50,7 @@ class Inventory:
     places: tuple[tuple[nn.Module, str, str], ...]
     """Every place that holds a parameter: (module, attribute, name of the parameter)."""
     found_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Full name of a place -> the names of what is there, where that is a packed weight: see `packed_tensors`."""
+    """Full name of a place -> the names of what is there, where that is a packed weight."""
     views: tuple[tuple[torch.Tensor, str], ...] = ()
     """Tensors that show the elements of a packed weight, and its name."""
 
@@ -231,12 +230,13 @@ class _PackedListing:
 
     def listed(self, model: nn.Module) -> Iterator[tuple[nn.Module | None, str, str, nn.Parameter]]:
         """As `named_places`; packed weights with what belongs to them, which has no module."""
+        kind = kind_in(model)
         for owner, attribute, name, parameter in named_places(model):
             _refuse_unfit(f"parameter {name!r}", parameter)
             if not is_packed(parameter):
                 yield owner, attribute, name, parameter
                 continue
-            carried = carried_by(owner, attribute, name)
+            carried = kind.carried_by(owner, attribute, name)
             held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
             self.views += [(each.tensor, parameter) for each in carried if each.is_view]
             if not owner._modules:  # else other modules may compute with what stands beside the codes
@@ -248,6 +248,23 @@ class _PackedListing:
             yield from (
                 (None, "", each.name, cast("nn.Parameter", each.tensor)) for each in carried if not each.is_view
             )
+
+
+def kind_in(model: nn.Module) -> ParameterKind:
+    """What the parameters of a model need besides their values."""
+    if not any(map(is_packed, model.parameters())):
+        return ParameterKind()
+    from shardwise.engine.packed.packed_weights import PackedWeights
+
+    return PackedWeights()
+
+
+def all_carried(model: nn.Module) -> Iterator[Carried]:
+    """What belongs to the packed weights of a model, under each name that it has."""
+    kind = kind_in(model)
+    for module, attribute, name, parameter in named_places(model):
+        if is_packed(parameter):
+            yield from kind.carried_by(module, attribute, name)
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
@@ -276,7 +293,7 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     else:
         made = values.detach().requires_grad_(original.requires_grad)
     vars(made).update(vars(original))
-    for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on its engine
+    for own in AT_REST:
         vars(made).pop(own, None)
     return cast("_T", made)
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, synchronize
 from shardwise.engine.forward.aside import kept_attributes
+from shardwise.engine.forward.inventory import kind_in
 from shardwise.engine.forward.kept_objects import own_generators
 from shardwise.engine.forward.observe import Observed, flops_of
 from shardwise.engine.forward.outline import named_modules, outline_of
-from shardwise.engine.forward.packed_tensors import PackedPlaces
 from shardwise.engine.torch_private import COMPILED_CALL, compiled_call, version_of
 
 _NUM_TIMED_RUNS = 3
@@ -40,7 +40,7 @@ def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
     held = [*module.parameters(), *module.buffers()]
     devices = list({torch.device("cpu"), *(each.device for each in held if not each.is_meta)})
     own = own_generators(module)
-    packed = PackedPlaces(module)
+    restore_packed = kind_in(module).kept(module)
     put_back, put_back_common = (
         kept_attributes(module.modules(), names=names, contents=(list, dict, set)) for names in (None, _NAMES)
     )
@@ -61,7 +61,7 @@ def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
             put_back_common()
             if versions == [version_of(each) for each in module.parameters()]:
                 put_back()
-            packed.restore()
+            restore_packed()
 
 
 def count_work(

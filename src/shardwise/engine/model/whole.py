@@ -22,9 +22,8 @@ from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.batch_digests import digest_of_lines
-from shardwise.engine.forward.inventory import named_places, with_values
+from shardwise.engine.forward.inventory import all_carried, kind_in, named_places, with_values
 from shardwise.engine.forward.layers import is_ours, unwrap
-from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
 from shardwise.engine.model.state import EngineRestoration, HandOver
@@ -40,6 +39,7 @@ from shardwise.engine.model.state_of_all import (
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
+from shardwise.engine.parameter_kinds import Swapped, inner_tensors, is_shell
 from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
@@ -233,7 +233,7 @@ class _WholeModel:
                 self.parameters[name] = with_values(part, _values_of(specs[name], values))
         self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
         self._contents = {each.name: _values_of(specs[each.name], values) for each in self._carried if not each.is_view}
-        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._swapped: Swapped = []
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
             (module._buffers, key, buffer, values.get(name_of[id(buffer)], buffer.to("meta")))
@@ -256,7 +256,7 @@ class _WholeModel:
             setattr(module, key, self.parameters[self._ties.get(place, place)])
         for buffers, key, _, values in self._buffers:
             buffers[key] = values
-        self._swapped = put_in(self._model, self._carried, self._contents)
+        self._swapped = kind_in(self._model).put_in(self._model, self._carried, self._contents)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -268,7 +268,8 @@ class _WholeModel:
                     part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
-        put_back(self._swapped)
+        for each, content in reversed(self._swapped):
+            torch.utils.swap_tensors(each, content)
         self._put_layers_back()
         for hooks, order in self._hooks:
             added = {number: hook for number, hook in hooks.items() if number not in order}

@@ -22,8 +22,8 @@ from typing_extensions import override
 from shardwise.engine.forward.inventory import named_places
 from shardwise.engine.forward.layers import Layer, Place, wrap
 from shardwise.engine.forward.outline import innermost_module
-from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.trial_runs import aside
+from shardwise.engine.parameter_kinds import is_packed
 from shardwise.engine.tensor.isolated_runs import NoDropout, differ, factor_of
 from shardwise.engine.tensor.styles import SharedInputs, Styled
 from shardwise.engine.tensor.tp_collectives import taken

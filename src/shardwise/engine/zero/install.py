@@ -17,9 +17,9 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.layers import wrap
 from shardwise.engine.forward.outline import outline_of
-from shardwise.engine.forward.packed_tensors import inner_tensors
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
+from shardwise.engine.parameter_kinds import inner_tensors
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.reduce import GradReduce, OwnedLayout, PassesBefore
