@@ -27,6 +27,7 @@ EDGES = {
     ],
     "proof of regions": ["engine/tensor/region_proof.py", "engine/tensor/isolated_runs.py"],
     "samples by configurations": ["engine/samples"],
+    "records of models": ["plan/model_records.py"],
     "packed weights": ["engine/packed"],
     "peft": ["engine/adapters.py", "plan/adapted_maps.py"],
     "trainers of others": ["hf", "lightning", "accelerate", "trainers"],

@@ -65,7 +65,7 @@ from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Traffic
 from shardwise.plan.optimizer_entries import NumberedParameter
-from shardwise.plan.saved_settings import settings_of_model
+from shardwise.plan.saved_settings import SavedRecord
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
@@ -127,9 +127,7 @@ class Engine(Generic[Model_co]):
         )
         self._trained = TrainedParameters(names.groups, names.trainable, self._contents)
         self._has_gradients = False
-        # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
-        # repeats it.
-        self._origin: dict[str, Any] = {}
+        self._record = _record_of_model()
         self.successor: Engine[nn.Module] | None = None
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._observer = _step_observer(rank.channels.world)
@@ -451,7 +449,7 @@ class Engine(Generic[Model_co]):
         of_model = {
             "plan": self.plan.text(),
             "ties": self._rank.names.ties,
-            **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
+            **(self._record.settings(self.model) if self.channel.rank == 0 else {}),  # once is enough
         }
         averages = self._rank.updates.averages
         if averages is not None and averages.are_in:
@@ -564,7 +562,7 @@ class Engine(Generic[Model_co]):
             stopping_peers=lambda: self._stopping_peers("a load"),
             stored=stored,
             settings=settings,
-            origin=self._origin,
+            take_note=self._record.after(settings),
         )
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
@@ -643,3 +641,12 @@ def _step_observer(channel: Channel) -> StepObserver:
     from shardwise.engine.telemetry.rank_times import step_meter
 
     return step_meter(channel)
+
+
+def _record_of_model() -> SavedRecord:
+    """What saves say of the model besides its tensors."""
+    if find_spec("shardwise.plan.model_records") is None:
+        return SavedRecord()
+    from shardwise.plan.model_records import ModelRecord
+
+    return ModelRecord()

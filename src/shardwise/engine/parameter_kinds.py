@@ -111,21 +111,17 @@ def tensors_in(members: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str
     for key, value in members.items():
         if isinstance(value, torch.Tensor):
             if is_shell(value):
-                yield from ((f"{key}.{path}", each) for path, each in tensors_in(_inside(value), depth + 1))
+                yield from ((f"{key}.{path}", each) for path, each in inner_by_path(value).items())
             elif value.layout == torch.strided and not isinstance(value, nn.Parameter) and not value.requires_grad:
                 yield key, value
         elif depth < DEPTH and (inner := members_of(value)):
             yield from ((f"{key}.{path}", each) for path, each in tensors_in(inner, depth + 1))
 
 
-def _inside(shell: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    names, _ = shell.__tensor_flatten__()  # type: ignore[attr-defined]
-    return {name: getattr(shell, name) for name in names}
-
-
-def inner_by_path(shell: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors inside a shell by their paths."""
-    return dict(tensors_in(_inside(shell)))
+def inner_by_path(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors inside a shell by their paths; nothing of another tensor."""
+    names, _ = tensor.__tensor_flatten__() if is_shell(tensor) else ((), None)  # type: ignore[attr-defined]
+    return dict(tensors_in({name: getattr(tensor, name) for name in names}))
 
 
 def rebuilt(shell: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -142,8 +138,3 @@ def rebuilt(shell: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Ten
     made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
     assert isinstance(made, torch.Tensor)
     return made
-
-
-def inner_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors inside a shell; nothing of another parameter."""
-    return list(inner_by_path(parameter).values()) if is_shell(parameter) else []

@@ -39,7 +39,7 @@ from shardwise.engine.model.state_of_all import (
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
-from shardwise.engine.parameter_kinds import Swapped, inner_tensors, is_shell
+from shardwise.engine.parameter_kinds import Swapped, inner_by_path, is_shell
 from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
@@ -47,7 +47,7 @@ from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
-from shardwise.plan.saved_settings import PYTHON_DTYPES, origin_of
+from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece
 
 Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
@@ -97,7 +97,7 @@ def whole_inside(
         if failure is None:
             _refuse_one_sided(answers, ranks)
             if answers[0]:
-                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {}, origin_of(settings))
+                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {})
     if failure is not None:
         raise failure
 
@@ -364,7 +364,7 @@ class _WholeOptimizers:
 def _version_of(value: object) -> object:
     """Another after every write to a tensor, and for another value."""
     if isinstance(value, torch.Tensor) and is_shell(value):
-        return id(value), *map(_version_of, inner_tensors(value))
+        return id(value), *map(_version_of, inner_by_path(value).values())
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return id(value), version_of(value)
@@ -412,17 +412,15 @@ def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]
         )
 
 
-def _take_in(
-    handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces, origin: Mapping[str, Any]
-) -> None:
-    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
+def _take_in(handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces) -> None:
+    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
     with agreed(handed.rank.channels.world, purpose="verdict on the values written inside engine.whole()"):
         stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
-        restoration = restore(stored, {**message["settings"], **origin})
+        restoration = restore(stored, message["settings"])
         # Without settings no optimizer was written to: it goes on with its state.
         if message["settings"] and restoration.findings:
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
-        restoration.leave_averages()
+        restoration.leave_entries()
     # No others: a master that is wider than the model's own dtype would be rounded.
     targets = {
         piece: each for piece, each in targets_of(restoration, handed.rank.model).items() if piece.name in stored
