@@ -21,11 +21,8 @@ EDGES = {
     "generation": ["engine/generation"],
     "metrics": ["engine/metrics"],
     "telemetry": ["engine/telemetry"],
-    "rules found": [
-        *(f"engine/tensor/{each}.py" for each in ("rule_inference", "rehearsal", "forward_recording", "atoms")),
-        *("engine/tensor/operation_rules.py", "plan/tensor_inference.py"),
-    ],
-    "proof of regions": ["engine/tensor/region_proof.py", "engine/tensor/isolated_runs.py"],
+    "rules found": ["engine/tensor/auto", "plan/tensor_inference.py"],
+    "proof of regions": ["engine/tensor/proof"],
     "samples by configurations": ["engine/samples"],
     "records of models": ["plan/model_records.py"],
     "packed weights": ["engine/packed"],

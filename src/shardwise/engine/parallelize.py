@@ -384,7 +384,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     proof: RegionProof | None = None
     if plan.tensor.prove and plan.mesh.tp > 1:
-        from shardwise.engine.tensor.region_proof import Proof
+        from shardwise.engine.tensor.proof.region_proof import Proof
 
         proof = Proof(
             model,

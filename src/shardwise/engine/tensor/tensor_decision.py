@@ -1,7 +1,7 @@
 """The decision how the parameters of a model are cut over the ranks along `tp`, and what it leaves each rank with.
 
     rules given           plan_tensor
-    "auto"                the plan that the model carries; for a model without one, `rule_inference` and a rehearsal
+    "auto"                the plan that the model carries; for a model without one, `auto` infers it
     both, {"*": "auto"}   what is given beats the rest, and the mixture is rehearsed
 
 Every rank decides for itself from the same model and compares the plan with the others. Then `keep_portions` takes the
@@ -9,7 +9,7 @@ whole parameters away, and each rank holds its portions.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,24 +62,10 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     if outline.carried or not is_automatic:
         plan_of_rules = plan_tensor(outline, rules, num_ranks=num_ranks)
         return TensorDecision(plan=plan_of_rules, left=plan_of_rules.left)
-    from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
-    from shardwise.engine.tensor.rule_inference import infer_plan
+    from shardwise.engine.tensor.auto.rule_inference import infer_plan
 
-    call = _call(model, plan, loss, sample)
-    plan_inferred, inferred, left = infer_plan(model, outline, call, num_ranks=num_ranks)
-    if rules == "auto":
-        return TensorDecision(plan=plan_inferred, inferred=inferred, left={**left, **plan_inferred.left})
-    # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
-    mixed = plan_tensor(replace(outline, carried=inferred), rules, num_ranks=num_ranks)
-    try:
-        rehearse(model, outline, mixed, call)
-    except RehearsalError as wrong:
-        raise PlanError(
-            'tensor.rules: with these rules and those of "auto" for the rest, '
-            f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}. Leave rules of yours out, "
-            f"or give all of them. Inferred: {dict(inferred)}"
-        ) from wrong
-    return TensorDecision(plan=mixed, inferred=inferred, left={**left, **mixed.left})
+    found, inferred, left = infer_plan(model, outline, rules, _call(model, plan, loss, sample), num_ranks=num_ranks)
+    return TensorDecision(plan=found, inferred=inferred, left={**left, **found.left})
 
 
 def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None) -> Callable[[], Any]:

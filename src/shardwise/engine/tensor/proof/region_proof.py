@@ -33,7 +33,7 @@ from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.layers import Layer, Place, in_backward, take_off, wrap
 from shardwise.engine.parameter_kinds import inner_by_path, is_packed
-from shardwise.engine.tensor.isolated_runs import (
+from shardwise.engine.tensor.proof.isolated_runs import (
     CopiedInputs,
     ModuleRun,
     Parameters,

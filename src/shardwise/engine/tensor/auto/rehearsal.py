@@ -24,7 +24,7 @@ from shardwise.engine.forward.layers import Layer, Place, wrap
 from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.forward.trial_runs import aside
 from shardwise.engine.parameter_kinds import is_packed
-from shardwise.engine.tensor.isolated_runs import NoDropout, differ, factor_of
+from shardwise.engine.tensor.proof.isolated_runs import NoDropout, differ, factor_of
 from shardwise.engine.tensor.styles import SharedInputs, Styled
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.torch_private import tree_leaves

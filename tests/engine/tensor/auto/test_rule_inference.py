@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw
 from shardwise.engine.samples.config_samples import sample_for
+from shardwise.engine.tensor.auto.rehearsal import RehearsalError, rehearse
 from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.plan.tensor_cuts import plan_tensor
 from tests.engine.formed import formed, linear, one_after_another
 from tests.engine.tensor.cut_models import AnyRules, Run, assert_cut_is_right

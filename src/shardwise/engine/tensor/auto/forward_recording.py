@@ -22,8 +22,8 @@ from shardwise.engine.forward.inventory import named_places
 from shardwise.engine.forward.layers import Layer, Place, wrap
 from shardwise.engine.forward.observe import Observed
 from shardwise.engine.forward.trial_runs import aside, watch_calls
-from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
-from shardwise.engine.tensor.operation_rules import follow, moved
+from shardwise.engine.tensor.auto.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
+from shardwise.engine.tensor.auto.operation_rules import follow, moved
 from shardwise.engine.torch_private import schema_of, tree_leaves
 from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
