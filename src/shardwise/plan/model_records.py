@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -15,7 +16,8 @@ from shardwise.plan.saved_settings import (
     MODEL_FILES,
     SEVERAL,
     SavedRecord,
-    origin_of,
+    a_mapping,
+    record_in,
     text_of_record,
 )
 
@@ -26,23 +28,18 @@ _MOST_BYTES = 1 << 20
 
 
 class ModelRecord(SavedRecord):
-    """The record of a live model. An origin is handed on from load to save."""
+    """The record of a live model, which a load gives and later saves repeat."""
 
     def __init__(self) -> None:
-        self._origin: dict[str, Any] = {}
+        self._loaded_by: Mapping[str, Any] = {}
 
     @override
     def settings(self, model: object) -> dict[str, Any]:
-        return settings_of_model(model) | self._origin
+        return settings_of_model(model) | ({LOADED_BY: self._loaded_by} if self._loaded_by else {})
 
     @override
     def after(self, settings: Mapping[str, Any]) -> Callable[[], None]:
-        found = _origin_after(self._origin, settings)
-
-        def take_note() -> None:
-            self._origin = found
-
-        return take_note
+        return partial(setattr, self, "_loaded_by", _record_after(self._loaded_by, settings))
 
 
 def settings_of_model(model: object) -> dict[str, Any]:
@@ -66,22 +63,16 @@ def settings_of_model(model: object) -> dict[str, Any]:
     return {MODEL_FILES: files}
 
 
-def _origin_after(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The origin of values that a load of a save with these settings has put over others, whose origin is `before`."""
-    found = origin_of(settings)
+def _record_after(before: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of values that a load of a save with these settings has put over others, whose record is `before`."""
+    found = record_in(settings)
     kept = {*settings.get(ADDED, ()), *settings.get(KEPT, ())}
     if not kept or not before or before == found:
         return found
     # Each value has one origin, but the state has several: no single rewrite leads back.
-    earlier, later = (_a_mapping(each.get(LOADED_BY)) for each in (before, found))
-    degrees = {name: each for name, each in _a_mapping(earlier.get(DEGREES)).items() if name in kept}
-    loads = [text for each in (earlier, later) for text in each.get(SEVERAL) or [text_of_record(each)]]
-    return {LOADED_BY: {SEVERAL: loads, DEGREES: {**degrees, **_a_mapping(later.get(DEGREES))}}}
-
-
-def _a_mapping(value: Any) -> Mapping[str, Any]:
-    """A part of a record, which any program may have written; nothing where it is of another kind."""
-    return value if isinstance(value, Mapping) else {}
+    degrees = {name: each for name, each in a_mapping(before.get(DEGREES)).items() if name in kept}
+    loads = [text for each in (before, found) for text in each.get(SEVERAL) or [text_of_record(each)]]
+    return {SEVERAL: loads, DEGREES: {**degrees, **a_mapping(found.get(DEGREES))}}
 
 
 def _written(config: Any) -> dict[str, Any] | None:

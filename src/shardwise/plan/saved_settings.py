@@ -64,11 +64,15 @@ OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers", NUMBERED})
 """Keys of what a run goes on with; the other settings are of its model and its plan."""
 
 
-def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the settings of a save, what says by which rewrite its values came into the form that they have."""
-    # Its own rewrite, or that of the save it went on from: an origin is handed on from save to save.
-    record = settings.get(REWRITE, settings.get(LOADED_BY))
-    return {} if record is None else {LOADED_BY: record}
+def record_in(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """By which rewrite the values of a save with these settings came into the form that they have; {} if unknown."""
+    # Its own rewrite, or that of the save it went on from: a record is handed on from save to save.
+    return a_mapping(settings.get(REWRITE, settings.get(LOADED_BY)))
+
+
+def a_mapping(value: Any) -> Mapping[str, Any]:
+    """A part of settings, which any program may have written; nothing where it is of another kind."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def text_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
