@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from typing_extensions import TypeVar
 
-from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.forward.batches import (
@@ -127,10 +126,17 @@ class Engine(Generic[Model_co]):
         )
         self._trained = TrainedParameters(names.groups, names.trainable, self._contents)
         self._has_gradients = False
-        self._record = _record_of_model()
         self.successor: Engine[nn.Module] | None = None
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
-        self._observer = _step_observer(rank.channels.world)
+        self._observer, self._record = StepObserver(), SavedRecord()
+        if find_spec("shardwise.engine.telemetry") is not None:
+            from shardwise.engine.telemetry.rank_times import step_meter
+
+            self._observer = step_meter(rank.channels.world)
+        if find_spec("shardwise.plan.model_records") is not None:
+            from shardwise.plan.model_records import ModelRecord
+
+            self._record = ModelRecord()
         self._opening = StepOpening(rank)
         self._closing = StepClosing(rank, writes=self._writes, observer=self._observer)
 
@@ -632,21 +638,3 @@ class Engine(Generic[Model_co]):
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
         return self._rank.updates.plain_calls.reads.turned(stopping, on=False)
-
-
-def _step_observer(channel: Channel) -> StepObserver:
-    """What sees the steps of a rank."""
-    if find_spec("shardwise.engine.telemetry") is None:
-        return StepObserver()
-    from shardwise.engine.telemetry.rank_times import step_meter
-
-    return step_meter(channel)
-
-
-def _record_of_model() -> SavedRecord:
-    """What saves say of the model besides its tensors."""
-    if find_spec("shardwise.plan.model_records") is None:
-        return SavedRecord()
-    from shardwise.plan.model_records import ModelRecord
-
-    return ModelRecord()

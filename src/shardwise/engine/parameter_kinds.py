@@ -42,10 +42,7 @@ class ParameterKind:
     """What a model's parameters need besides their values. Plain ones, as here, need nothing."""
 
     def carried_by(self, module: nn.Module, attribute: str, name: str) -> list[Carried]:
-        """What belongs to the packed parameter of a module, each once, in an order that no use changes.
-
-        name: the full name of the parameter.
-        """
+        """What belongs to the packed parameter of this full name, each once, in an order that no use changes."""
         return []
 
     def put_in(self, model: nn.Module, carried: Collection[Carried], contents: Mapping[str, torch.Tensor]) -> Swapped:
@@ -127,14 +124,10 @@ def inner_by_path(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def rebuilt(shell: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A shell like another, around tensors that are given by their paths."""
     names, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner: dict[str, torch.Tensor] = {}
+    inner = {}
     for name in names:
-        if is_shell(within := getattr(shell, name)):
-            lead = f"{name}."
-            own = {path.removeprefix(lead): each for path, each in parts.items() if path.startswith(lead)}
-            inner[name] = rebuilt(within, own)
-        else:
-            inner[name] = parts[name]
+        own = {path[len(name) + 1 :]: each for path, each in parts.items() if path.startswith(f"{name}.")}
+        inner[name] = rebuilt(getattr(shell, name), own) if own else parts[name]
     made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
     assert isinstance(made, torch.Tensor)
     return made

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import torch
@@ -178,6 +179,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     # Batch norms keep float32 parameters under any plan: torch refuses narrower ones beside float32 statistics.
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
     beside_packed = {first for owner, _, first in held_by if owner in found.modules and not first.requires_grad}
+    packed = {id(each) for held in found.tensors_at.values() for each in held}
     specs = tuple(
         describe(
             name=each[0],
@@ -187,7 +189,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             trainable=parameter.requires_grad,
             precision=precision,
             beside_statistics=parameter in beside_statistics,
-            is_packed=id(parameter) in found.tensors or parameter in beside_packed,
+            is_packed=id(parameter) in packed or parameter in beside_packed,
         )
         for parameter, each in names.items()
     )
@@ -223,8 +225,6 @@ class _PackedListing:
     def __init__(self) -> None:
         self.modules: set[nn.Module] = set()
         """Those that hold one: they compute with its codes, and see to dtypes themselves."""
-        self.tensors: set[int] = set()
-        """By id: those whose dtype stays."""
         self.tensors_at: dict[str, list[nn.Parameter]] = {}
         self.views: list[tuple[torch.Tensor, nn.Parameter]] = []
 
@@ -237,17 +237,14 @@ class _PackedListing:
                 yield owner, attribute, name, parameter
                 continue
             carried = kind.carried_by(owner, attribute, name)
-            held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
+            held = {each.name: cast("nn.Parameter", each.tensor) for each in carried if not each.is_view}
             self.views += [(each.tensor, parameter) for each in carried if each.is_view]
             if not owner._modules:  # else other modules may compute with what stands beside the codes
                 self.modules.add(owner)
-            self.tensors_at[name] = held if is_shell(parameter) else [parameter, *held]
-            self.tensors.update(map(id, self.tensors_at[name]))
+            self.tensors_at[name] = [*([] if is_shell(parameter) else [parameter]), *held.values()]
             if not is_shell(parameter):
                 yield owner, attribute, name, parameter
-            yield from (
-                (None, "", each.name, cast("nn.Parameter", each.tensor)) for each in carried if not each.is_view
-            )
+            yield from ((None, "", each, tensor) for each, tensor in held.items())
 
 
 def kind_in(model: nn.Module) -> ParameterKind:
@@ -259,12 +256,13 @@ def kind_in(model: nn.Module) -> ParameterKind:
     return PackedWeights()
 
 
-def all_carried(model: nn.Module) -> Iterator[Carried]:
-    """What belongs to the packed weights of a model, under each name that it has."""
+def all_carried(model: nn.Module, ties: Mapping[str, str] = MappingProxyType({})) -> Iterator[Carried]:
+    """What belongs to the packed weights of a model, under each name that it has; without the names in `ties`."""
     kind = kind_in(model)
     for module, attribute, name, parameter in named_places(model):
         if is_packed(parameter):
-            yield from kind.carried_by(module, attribute, name)
+            for each in kind.carried_by(module, attribute, name):
+                yield replace(each, name=ties.get(each.name, each.name))
 
 
 def holds_values(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +47,7 @@ from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
+from shardwise.plan.outlines import parents
 from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece
 
@@ -165,7 +166,7 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
         buffers.setdefault(id(each), []).append(name)
     names |= {each[0]: tuple(each) for each in buffers.values()}
     # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
-    belongs = {name: lead for name in names for lead in _leads(name) if lead in names}
+    belongs = {name: lead for name in names for lead in parents(name) if lead in names}
     names |= {name: (*names[name], lead) for name, lead in belongs.items()}
     # Names first: a large model may have thousands, and a glob would compare each with all others.
     asked = frozenset(only)
@@ -181,10 +182,6 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     return frozenset(exact | {name for name, alike in names.items() if globs and any_matches(globs, alike)})
 
 
-def _leads(name: str) -> Iterator[str]:
-    return (name[:at] for at, each in enumerate(name) if each == ".")
-
-
 def _parameter_of(name: str) -> str:
     split = split_state_name(name)
     return name if split is None else split[0]
@@ -196,17 +193,13 @@ def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mappin
     for name, tensor in values.items():
         if (split := split_state_name(name)) is not None and split[0] in found:
             python = settings["plain"].get(split[1])
-            is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
+            is_python = python is not None and not tensor.dim() and tensor.dtype == torch_dtype(PYTHON_DTYPES[python])
             found[split[0]][split[1]] = tensor.item() if is_python else tensor
     states = {name: nested_state(state) for name, state in found.items() if state}
     for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
     return states
-
-
-def _is_of(tensor: torch.Tensor, python: str) -> bool:
-    return tensor.dtype == torch_dtype(PYTHON_DTYPES[python])
 
 
 def _values_of(spec: Parameter, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -231,7 +224,7 @@ class _WholeModel:
                 self.parameters[name] = part
             elif name not in self.parameters:
                 self.parameters[name] = with_values(part, _values_of(specs[name], values))
-        self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
+        self._carried = list(all_carried(model, ties))
         self._contents = {each.name: _values_of(specs[each.name], values) for each in self._carried if not each.is_view}
         self._swapped: Swapped = []
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
@@ -278,9 +271,7 @@ class _WholeModel:
 
     def _now(self) -> dict[str, torch.Tensor]:
         places = {place: getattr(module, key) for module, key, place, _ in self._parts if place not in self._ties}
-        carried = {
-            self._ties.get(each.name, each.name): each.tensor for each in all_carried(self._model) if not each.is_view
-        }
+        carried = {each.name: each.tensor for each in all_carried(self._model, self._ties) if not each.is_view}
         return {
             name: each
             for name, each in (places | dict(self._model.named_buffers()) | carried).items()

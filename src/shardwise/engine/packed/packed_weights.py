@@ -11,7 +11,6 @@ subclass is a shell around its tensors, and is made anew where they come to anot
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from shardwise.engine.parameter_kinds import (
     shares_memory,
     tensors_in,
 )
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, mark_as_parameter, storage_id
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, mark_as_parameter
 
 
 class PackedWeights(ParameterKind):
@@ -92,28 +91,27 @@ class PackedWeights(ParameterKind):
 
     @override
     def kept(self, model: nn.Module) -> Callable[[], None]:
-        kept: list[_Kept] = []
+        kept: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor, list[tuple[dict[str, Any], dict[str, Any]]]]] = []
         for module in model.modules():
             held = {key: each for key, each in module._parameters.items() if each is not None}
             packed = {key for key, each in held.items() if is_packed(each)}
             for key, each in held.items() if packed else ():
-                if each.requires_grad or is_shell(each):  # shells are never packed anew
-                    continue
-                with DisableTorchFunctionSubclass():  # at rest or not
-                    kept.append(
-                        _Kept(
-                            place=(module, key),
-                            parameter=each,
-                            storage=storage_id(each.untyped_storage()),
-                            values=each.detach(),
-                            belonging=[(it, dict(it)) for it in _dicts_in(each)] if key in packed else [],
-                        )
-                    )
+                if not each.requires_grad and not is_shell(each):  # shells are never packed anew
+                    belonging = [(it, dict(it)) for it in _dicts_in(each)] if key in packed else []
+                    with DisableTorchFunctionSubclass():  # at rest or not
+                        kept.append((module, key, each, each.detach(), belonging))
 
         def restore() -> None:
             with DisableTorchFunctionSubclass():
-                for each in kept:
-                    each.restore()
+                for module, key, parameter, values, belonging in kept:
+                    there = module._parameters.get(key)
+                    if there is not None and there is not parameter and shares_memory(there, parameter):
+                        module._parameters[key] = parameter
+                    if not shares_memory(parameter, values):
+                        parameter.data = values
+                        for attributes, before in belonging:
+                            attributes.clear()
+                            attributes.update(before)
 
         return restore
 
@@ -139,30 +137,6 @@ def _around(module: nn.Module, parameter: torch.Tensor) -> Iterator[tuple[str, t
 def _is_view(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     # By the storage object: on the meta device and at rest (stage 3) there is no address.
     return 0 < tensor.numel() == parameter.numel() and shares_memory(tensor, parameter)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """A frozen parameter of a module that holds packed weights."""
-
-    place: tuple[nn.Module, str]
-    parameter: nn.Parameter
-    storage: int
-    values: torch.Tensor
-    belonging: list[tuple[dict[str, Any], dict[str, Any]]]
-    """The attributes of the objects that belong to it, and what they were."""
-
-    def restore(self) -> None:
-        """Put back the tensor that was, with what belonged to it, where a forward has put others."""
-        module, key = self.place
-        there = module._parameters.get(key)
-        if there is not None and there is not self.parameter and shares_memory(there, self.parameter):
-            module._parameters[key] = self.parameter
-        if storage_id(self.parameter.untyped_storage()) != self.storage:
-            self.parameter.data = self.values
-            for attributes, before in self.belonging:
-                attributes.clear()
-                attributes.update(before)
 
 
 def _dicts_in(weight: torch.Tensor) -> Iterator[dict[str, Any]]:

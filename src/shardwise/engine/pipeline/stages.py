@@ -225,13 +225,12 @@ def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parame
     tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left and not is_shell(each)]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
         # Through `_apply`, in which modules move what they hold otherwise. Shells follow what is inside of them.
-        shells = [
+        with items_set(
             (module._parameters, key, None)
             for module in model.modules()
             for key, each in module._parameters.items()
             if each is not None and is_shell(each)
-        ]
-        with items_set(shells):
+        ):
             change_tensors(model, lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
 
 

@@ -22,7 +22,7 @@ from shardwise.engine.forward.inventory import named_places, place_of
 from shardwise.engine.forward.layers import has_own_forward
 from shardwise.engine.parameter_kinds import is_packed
 from shardwise.plan.names import BASE_LAYER, INSIDE_ADAPTERS, base_names
-from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline
+from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS
 
 _NUMBERS = WORDS | {"qk_rope_head_dim"}
@@ -60,15 +60,11 @@ def tensor_outline(model: nn.Module) -> TensorOutline:
     every = [name for known in names.values() for name in known]
     every += [name for _, _, name, _ in named_places(model)]
     carried = dict(_carried_rules(model, every))
-    return TensorOutline(modules=modules, shapes=shapes, carried=carried, adapters=_adapters(modules))
-
-
-def _adapters(modules: tuple[TensorModule, ...]) -> Mapping[str, AdaptedMap | tuple[TensorModule, ...]]:
     if INSIDE_ADAPTERS.isdisjoint(each.name.rpartition(".")[2] for each in modules):
-        return {}
+        return TensorOutline(modules=modules, shapes=shapes, carried=carried)
     from shardwise.plan.adapted_maps import adapters_in
 
-    return dict(adapters_in(modules))
+    return TensorOutline(modules=modules, shapes=shapes, carried=carried, adapters=dict(adapters_in(modules)))
 
 
 def _numbers(attributes: Mapping[str, Any]) -> dict[str, int]:

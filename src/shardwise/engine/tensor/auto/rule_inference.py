@@ -13,7 +13,7 @@ An attempt for one layer holds for all equal ones, so a model of 96 layers takes
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -31,12 +31,7 @@ _MOST_REHEARSALS = 64
 
 
 def infer_plan(
-    model: nn.Module,
-    outline: TensorOutline,
-    rules: Mapping[str, str] | Literal["auto"],
-    call: Callable[[], Any],
-    *,
-    num_ranks: int,
+    model: nn.Module, outline: TensorOutline, rules: Mapping[str, str] | str, call: Callable[[], Any], *, num_ranks: int
 ) -> tuple[TensorPlan, Mapping[str, str], Mapping[str, str]]:
     """A plan that one forward of the model allows, and a rehearsal; its rules, and what it leaves whole and why.
 
@@ -51,7 +46,7 @@ def infer_plan(
             "that the model takes, parallelize(..., sample=batch), or {name: rule}"
         ) from error
     found, inferred, left = _Search(model, outline, call, trace, num_ranks).run()
-    if rules == "auto":
+    if isinstance(rules, str):
         return found, inferred, left
     # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
     mixed = plan_tensor(replace(outline, carried=inferred), rules, num_ranks=num_ranks)
