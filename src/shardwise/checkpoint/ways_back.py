@@ -14,7 +14,7 @@ from shardwise.checkpoint.renamed_settings import rewrite_of_record
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.plan.saved_settings import BEFORE, CONFIG, SEVERAL, record_in
+from shardwise.plan.saved_settings import BEFORE, CONFIG, SEVERAL, a_mapping, record_in
 from shardwise.rewrite import Rewrite
 
 Lossy = Literal["refuse", "allow"]
@@ -100,6 +100,6 @@ def _longer(newest: Rewrite, record: Mapping[str, Any]) -> Iterator[Rewrite]:
     """The newest rewrite on record; then the one before and it; and so on."""
     yield newest
     rewrite = newest
-    while isinstance(record := record.get(BEFORE), dict) and isinstance(record.get("text"), str):
+    while isinstance((record := a_mapping(record.get(BEFORE))).get("text"), str):
         rewrite = Rewrite.from_record(record) >> rewrite
         yield rewrite

@@ -18,7 +18,6 @@ from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.trainers.config_samples import sample_for
 from tests.engine.formed import formed, linear, one_after_another
 from tests.engine.tensor.cut_models import AnyRules, Run, assert_cut_is_right
-from tests.oracle.batches import Batch
 from tests.refusals import Refusals
 
 WIDTH, INNER, HEADS = 16, 24, 4
@@ -151,7 +150,7 @@ def rules_of(
     rules: AnyRules = "auto",
     run: Run = on_words,
     near: float = 1e-9,
-    sample: Batch | None = SAMPLE,
+    sample: Any = SAMPLE,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The rules, and what is left whole, of a model that has the loss and the gradients of the uncut one."""
 
