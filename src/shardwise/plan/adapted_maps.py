@@ -16,7 +16,7 @@ this rank's inputs. The sum of both is that of the uncut module. Anything else l
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
-from shardwise.plan.outlines import AdaptedMap, TensorModule
+from shardwise.plan.outlines import AdaptedMap, TensorModule, inside_of
 
 _DOWN, _UP = "lora_A", "lora_B"
 
@@ -27,27 +27,26 @@ _LOOKED_UP = frozenset({"lora_embedding_A", "lora_embedding_B"})
 def adapters_in(modules: Sequence[TensorModule]) -> Iterator[tuple[str, AdaptedMap | tuple[TensorModule, ...]]]:
     """The `adapters` of an outline with these modules."""
     by_name = {each.name: each for each in modules}
+    within = {around: [by_name[name] for name in names] for around, names in inside_of(by_name).items()}
     for each in modules:
-        if found := _adapted_in(by_name, each) or _copies_in(by_name, each):
+        if found := _adapted_in(by_name, within, each) or _copies_in(by_name, within, each):
             yield each.name, found
 
 
-def _adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> AdaptedMap | None:
-    around = next(
-        (each for each in (module.name, f"{module.name}.{TOKENS}") if f"{each}.{BASE_LAYER}" in modules), None
-    )
+_Modules = Mapping[str, TensorModule]
+_Within = Mapping[str, Sequence[TensorModule]]
+
+
+def _adapted_in(modules: _Modules, within: _Within, module: TensorModule) -> AdaptedMap | None:
+    around = module.name if f"{module.name}.{BASE_LAYER}" in modules else f"{module.name}.{TOKENS}"
     base = modules.get(f"{around}.{BASE_LAYER}")
     if base is None or base.computes == "other":
         return None
-    inside = [each for each in modules.values() if each is module or each.name.startswith(f"{module.name}.")]
-
-    def of(name: str) -> tuple[TensorModule, ...]:
-        within = f"{around}.{name}."
-        return tuple(each for each in inside if each.name.startswith(within) and each.computes == "linear")
-
-    downs, ups = of(_DOWN), of(_UP)
-    known = {each.name for each in (base, *downs, *ups)}
-    others = tuple((each, key) for each in inside if each.name not in known for key in each.parameters)
+    downs, ups = (
+        tuple(each for each in within.get(f"{around}.{name}", ()) if each.computes == "linear") for name in (_DOWN, _UP)
+    )
+    own = {each.name for each in (base, *downs, *ups)}
+    others = tuple((it, key) for it in (module, *within[module.name]) if it.name not in own for key in it.parameters)
     if not (downs or ups or others):
         others = ((base, "weight"),)  # its parameters are another adapter's (ties), so it may compute anything
     held = (each.parameters[key] for each, key in others)
@@ -55,8 +54,8 @@ def _adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Ad
     return AdaptedMap(base=base, downs=downs, ups=ups, others=others, foreign=foreign)
 
 
-def _copies_in(modules: Mapping[str, TensorModule], module: TensorModule) -> tuple[TensorModule, ...]:
+def _copies_in(modules: _Modules, within: _Within, module: TensorModule) -> tuple[TensorModule, ...]:
     if (original := modules.get(f"{module.name}.{ORIGINAL}")) is None:
         return ()
     around = f"{module.name}.{COPIES}"
-    return (original, *(each for name, each in modules.items() if name.rpartition(".")[0] == around))
+    return (original, *(each for each in within.get(around, ()) if each.name.rpartition(".")[0] == around))

@@ -53,7 +53,7 @@ _ADAPTED, _TUNED = "base_model.", "base_model.model."
 """What the library peft puts in front of the names of a model, with a prompt and with adapters in its modules."""
 
 BASE_LAYER, ORIGINAL, TOKENS = "base_layer", "original_module", "token_adapter"
-INSIDE_ADAPTERS = frozenset({BASE_LAYER, ORIGINAL, TOKENS})
+_INSIDE_ADAPTERS = frozenset({BASE_LAYER, ORIGINAL, TOKENS})
 """Parts of names that adapters put around what they adapt."""
 
 COPIES = "modules_to_save"
@@ -69,7 +69,7 @@ def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
     >>> base_names("base_model.model.up.base_layer.weight", is_deep=True), base_names("up.base_layer"), base_names("up")
     (('up.weight',), (), ())
     """
-    if not name.startswith(_ADAPTED) and (INSIDE_ADAPTERS | {COPIES}).isdisjoint(name.split(".")):
+    if not name.startswith(_ADAPTED) and (_INSIDE_ADAPTERS | {COPIES}).isdisjoint(name.split(".")):
         return ()
     rests = [name]
     if name.startswith(_ADAPTED):
@@ -78,11 +78,13 @@ def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
     found = []
     for rest in rests:
         parts = rest.split(".")
-        if parts[-1] in INSIDE_ADAPTERS or COPIES in parts[-2:]:
+        if parts[-1] in _INSIDE_ADAPTERS or COPIES in parts[-2:]:
             continue
         copies = {at + 1 for at, part in enumerate(parts) if part == COPIES}
         kept = [
-            part for at, part in enumerate(parts) if part not in INSIDE_ADAPTERS and part != COPIES and at not in copies
+            part
+            for at, part in enumerate(parts)
+            if part not in _INSIDE_ADAPTERS and part != COPIES and at not in copies
         ]
         found.append(".".join(kept))
     return tuple(each for each in found if each != name)

@@ -21,7 +21,7 @@ from shardwise.engine.forward.aside import attributes_set, items_set
 from shardwise.engine.forward.inventory import named_places, place_of
 from shardwise.engine.forward.layers import has_own_forward
 from shardwise.engine.parameter_kinds import is_packed
-from shardwise.plan.names import BASE_LAYER, INSIDE_ADAPTERS, base_names
+from shardwise.plan.names import BASE_LAYER, ORIGINAL, base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS
 
@@ -60,7 +60,7 @@ def tensor_outline(model: nn.Module) -> TensorOutline:
     every = [name for known in names.values() for name in known]
     every += [name for _, _, name, _ in named_places(model)]
     carried = dict(_carried_rules(model, every))
-    if INSIDE_ADAPTERS.isdisjoint(each.name.rpartition(".")[2] for each in modules):
+    if {BASE_LAYER, ORIGINAL}.isdisjoint(each.name.rpartition(".")[2] for each in modules):
         return TensorOutline(modules=modules, shapes=shapes, carried=carried)
     from shardwise.plan.adapted_maps import adapters_in
 

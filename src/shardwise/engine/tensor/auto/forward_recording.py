@@ -25,7 +25,7 @@ from shardwise.engine.forward.trial_runs import aside, watch_calls
 from shardwise.engine.tensor.auto.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.auto.operation_rules import follow, moved
 from shardwise.engine.torch_private import schema_of, tree_leaves
-from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline
+from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline, parents
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
 
 
@@ -68,10 +68,9 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
 def _followed_maps(outline: TensorOutline) -> Iterator[tuple[str, TensorModule]]:
     """The maps and embeddings that a forward calls, by the module that is called: an adapter stands for its map."""
     bases = {name: each.base if isinstance(each, AdaptedMap) else each[0] for name, each in outline.adapters.items()}
-    inner = tuple(f"{name}." for name in bases)
     for each in outline.modules:
         known = bases.get(each.name, each)
-        if known.computes != "other" and not each.name.startswith(inner):
+        if known.computes != "other" and bases.keys().isdisjoint(parents(each.name)):
             yield each.name, known
 
 
