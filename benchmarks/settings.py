@@ -22,8 +22,9 @@ from typing import Any
 import xxhash
 
 from benchmarks.markdown import Row, markdown, write_page
-from shardwise.engine.model.state import merged_settings, settings_texts
+from shardwise.engine.model.state import settings_texts
 from shardwise.moving import Gathering
+from shardwise.moving.piece_exchange import merged_settings
 
 RESULTS = Path(__file__).parent / "results" / "settings.md"
 PURPOSE = "settings"

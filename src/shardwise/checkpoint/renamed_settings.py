@@ -28,7 +28,7 @@ from shardwise.plan.saved_settings import (
     NUMBERED,
     ORDER_LOST,
     REWRITE,
-    origin_of,
+    record_in,
     stored_optimizers,
     text_of_record,
 )
@@ -51,7 +51,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
         renamed["ties"] = dict(checked.ties)
     if checked.added:
         renamed[ADDED] = sorted(checked.added)
-    renamed |= _record_of(checked, origin_of(settings).get(LOADED_BY))
+    renamed |= _record_of(checked, record_in(settings))
     if isinstance(files := settings.get(MODEL_FILES), Mapping):
         renamed[MODEL_FILES] = with_vocabulary(files, checked)
     if NUMBERED in settings:
@@ -200,17 +200,15 @@ def _record_of(checked: Checked, before: Any) -> dict[str, Any]:
     }
     # Later saves may be cut in other ways, or not at all: then nothing else would tell.
     degrees = {name: list(each) for name, each in checked.lasting_degrees.items()}
-    facts = {DEGREES: degrees, BEFORE: text_of_record(before) if isinstance(before, Mapping) else {}}
+    facts = {DEGREES: degrees, BEFORE: text_of_record(before)}
     known = {key: each for key, each in facts.items() if each}
     return {REWRITE: {**checked.rewrite.to_record(), "sources": metas, **known}}
 
 
 def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
     """The rewrite that made the save with these settings, or what its values were loaded from; None if unknown."""
-    record = origin_of(settings).get(LOADED_BY)
-    if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
-        return None
-    return Rewrite.from_record(record)
+    record = record_in(settings)
+    return Rewrite.from_record(record) if isinstance(record.get("text"), str) else None
 
 
 def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, TensorMeta]:
@@ -221,7 +219,7 @@ def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, T
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}
     with _understood("rewrite"):
-        sources = origin_of(settings)[LOADED_BY]["sources"]
+        sources = record_in(settings)["sources"]
         return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in sources.items()}
 
 
@@ -235,8 +233,7 @@ def with_degrees(metas: Mapping[str, TensorMeta], settings: Mapping[str, Any]) -
 
     Raises CheckpointError for settings that are not understood.
     """
-    record = origin_of(settings).get(LOADED_BY)
-    if not isinstance(record, Mapping) or DEGREES not in record:
+    if DEGREES not in (record := record_in(settings)):
         return dict(metas)
     with _understood("degrees"):
         known = {name: tuple(map(index, degrees)) for name, degrees in record[DEGREES].items()}

@@ -11,7 +11,7 @@ order of groups, and in an engine. Which parameter has which name is found by it
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,6 @@ from shardwise.plan.optimizer_entries import (
 from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
-    origin_after,
-    settings_of_model,
     take_over,
     take_over_shared,
 )
@@ -56,9 +54,11 @@ class TorchState:
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        from shardwise.plan.model_records import ModelRecord  # an edge: engines do without
+
         self._model = model
         self._optimizers = optimizers
-        self._origin: dict[str, Any] = {}
+        self._record = ModelRecord()
         # For its errors: an optimizer of another model is refused where it is given, not at the first save.
         _trained(_Tensors.of(model), optimizers)
 
@@ -84,7 +84,7 @@ class TorchState:
         """Ties, the optimizers' groups and settings, and the configuration of a model that has one, as JSON values."""
         tensors = _Tensors.of(self._model)
         optimizers = [each.named(each.values()).to_json() for each in _trained(tensors, self._optimizers)]
-        return {"ties": tensors.ties, "optimizers": optimizers, **settings_of_model(_bare(self._model)), **self._origin}
+        return {"ties": tensors.ties, "optimizers": optimizers, **self._record.settings(_bare(self._model))}
 
     def differing(self) -> set[str]:
         """Names of what data ranks may hold with different values: buffers, such as running statistics under DDP."""
@@ -115,7 +115,8 @@ class TorchState:
         plain weights. Raises CheckpointError for settings that are not understood.
         """
         tensors = _Tensors.of(self._model)
-        return TorchRestoration(tensors, _trained(tensors, self._optimizers), stored, settings, self._origin)
+        take_note = self._record.after(settings)
+        return TorchRestoration(tensors, _trained(tensors, self._optimizers), stored, settings, take_note)
 
 
 class TorchRestoration:
@@ -127,12 +128,11 @@ class TorchRestoration:
         trained: Sequence["_Trained"],
         stored: Mapping[str, Piece],
         settings: Mapping[str, Any],
-        origin: dict[str, Any],
+        take_note: Callable[[], None],
     ) -> None:
-        """`origin`: takes what the settings say of the rewrite by which the values were made."""
+        """`take_note`: called once it is done."""
         self._trained = trained
-        self._origin = origin
-        self._found_origin = origin_after(origin, settings)
+        self._take_note = take_note
         own = {name: tensors.ties.get(name, name) for name in tensors.names}
         self.aliases: Mapping[str, str] = {**named_by_wrappers(stored, own), **tensors.ties}
         """Other names of wanted tensors, of ties and of modules with other wrappers: alias -> name."""
@@ -163,9 +163,7 @@ class TorchRestoration:
     @torch.no_grad()
     def finish(self) -> None:
         """Give the optimizers the state and the settings that were read."""
-        # In place, for the dict is the TorchState's: its next save says by which rewrite the values were made.
-        self._origin.clear()
-        self._origin.update(self._found_origin)
+        self._take_note()
         over = self._plan.over
         for each, taken, shared in zip(self._trained, over.settings, over.shared, strict=True):
             for group, settings in zip(each.optimizer.param_groups, taken, strict=True):

@@ -4,7 +4,7 @@ A save keeps the rewrite by which its values were made. Training, relayouts and 
 keep all facts of what was before. Those come from the checkpoint to go back to, where one is given.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shardwise.checkpoint.contents import Contents
@@ -14,7 +14,7 @@ from shardwise.checkpoint.renamed_settings import rewrite_of_record
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.plan.saved_settings import BEFORE, CONFIG, LOADED_BY, SEVERAL, origin_of
+from shardwise.plan.saved_settings import BEFORE, CONFIG, SEVERAL, a_mapping, record_in
 from shardwise.rewrite import Rewrite
 
 Lossy = Literal["refuse", "allow"]
@@ -46,8 +46,7 @@ def _recorded(contents: Contents) -> Rewrite:
 
 def _several(contents: Contents) -> list[str]:
     """Each of several loads, in words."""
-    record = origin_of(contents.settings).get(LOADED_BY)
-    loads = record.get(SEVERAL) if isinstance(record, dict) else None
+    loads = record_in(contents.settings).get(SEVERAL)
     return [_in_words(each) for each in loads if isinstance(each, dict)] if isinstance(loads, list) else []
 
 
@@ -80,7 +79,7 @@ def way_back(source: Address, original: Address, *, step: int | None = None, los
     Raises CheckpointError where no rewrite is on record, and RewriteError where the recorded one does not fit.
     """
     contents, wanted = read_contents(store_of(source), step=step), read_contents(store_of(original))
-    known = origin_of(contents.settings)
+    known = record_in(contents.settings)
     if not known and model_of(contents).tensors.keys() == model_of(wanted).tensors.keys():
         return None
     newest = _recorded(contents)
@@ -97,10 +96,10 @@ def way_back(source: Address, original: Address, *, step: int | None = None, los
     )
 
 
-def _longer(newest: Rewrite, known: dict[str, Any]) -> Iterator[Rewrite]:
+def _longer(newest: Rewrite, record: Mapping[str, Any]) -> Iterator[Rewrite]:
     """The newest rewrite on record; then the one before and it; and so on."""
     yield newest
-    rewrite, record = newest, known[LOADED_BY]
-    while isinstance(record := record.get(BEFORE), dict) and isinstance(record.get("text"), str):
+    rewrite = newest
+    while isinstance((record := a_mapping(record.get(BEFORE))).get("text"), str):
         rewrite = Rewrite.from_record(record) >> rewrite
         yield rewrite

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.comm.agreement import aborting, agreed, texts_in, understood
 from shardwise.engine.engine import Engine
-from shardwise.engine.forward.packed_tensors import all_carried
+from shardwise.engine.forward.inventory import all_carried
 from shardwise.engine.model.rank_parts import ModelNames
 from shardwise.engine.torch_private import NOT_IN_FILES, not_in_files
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words

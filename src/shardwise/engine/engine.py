@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from typing_extensions import TypeVar
 
-from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.forward.batches import (
@@ -39,8 +38,7 @@ from shardwise.engine.forward.batches import (
     given_microbatches,
     moved_to,
 )
-from shardwise.engine.forward.inventory import ModelContents, refuse_moved
-from shardwise.engine.forward.packed_tensors import PackedPlaces
+from shardwise.engine.forward.inventory import ModelContents, kind_in, refuse_moved
 from shardwise.engine.forward.trained_parameters import ALL, TrainedParameters, TrainedSet
 from shardwise.engine.guards.forward_writes import ForwardWrites
 from shardwise.engine.guards.plain_calls import CHANGED_LINES
@@ -65,7 +63,7 @@ from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Traffic
 from shardwise.plan.optimizer_entries import NumberedParameter
-from shardwise.plan.saved_settings import settings_of_model
+from shardwise.plan.saved_settings import SavedRecord
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
@@ -113,7 +111,7 @@ class Engine(Generic[Model_co]):
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = rank.channels
         self._buffers = rank.tensors.buffers
-        self._packed = PackedPlaces(rank.model)
+        self._restore_packed = kind_in(rank.model).kept(rank.model)
         self._gradients = rank.gradients.reduced
         self.tensor_decision = rank.computation.forwards.decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
@@ -126,12 +124,17 @@ class Engine(Generic[Model_co]):
         )
         self._trained = TrainedParameters(names.groups, names.trainable, self._contents)
         self._has_gradients = False
-        # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
-        # repeats it.
-        self._origin: dict[str, Any] = {}
         self.successor: Engine[nn.Module] | None = None
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
-        self._observer = _step_observer(rank.channels.world)
+        self._observer, self._record = StepObserver(), SavedRecord()
+        if find_spec("shardwise.engine.telemetry") is not None:
+            from shardwise.engine.telemetry.rank_times import step_meter
+
+            self._observer = step_meter(rank.channels.world)
+        if find_spec("shardwise.plan.model_records") is not None:
+            from shardwise.plan.model_records import ModelRecord
+
+            self._record = ModelRecord()
         self._opening = StepOpening(rank)
         self._closing = StepClosing(rank, writes=self._writes, observer=self._observer)
 
@@ -422,7 +425,7 @@ class Engine(Generic[Model_co]):
         """
         self._check_turn()
         self._closing.judge()
-        self._packed.restore()
+        self._restore_packed()
         refuse_moved([*self._buffers.moved(), *self._rank.tensors.ties.moved()])
         self._buffers.adopt_writes(reads_all=True)
         # After `adopt_writes`: masters would be saved without what `load_state_dict` wrote to working copies.
@@ -456,7 +459,7 @@ class Engine(Generic[Model_co]):
         of_model = {
             "plan": self.plan.text(),
             "ties": self._rank.names.ties,
-            **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
+            **(self._record.settings(self.model) if self.channel.rank == 0 else {}),  # once is enough
         }
         averages = self._rank.updates.averages
         if averages is not None and averages.are_in:
@@ -569,7 +572,7 @@ class Engine(Generic[Model_co]):
             stopping_peers=lambda: self._stopping_peers("a load"),
             stored=stored,
             settings=settings,
-            origin=self._origin,
+            take_note=self._record.after(settings),
         )
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
@@ -592,7 +595,7 @@ class Engine(Generic[Model_co]):
 
     def _check_model(self, *, reads_all: bool = False) -> None:
         self._check_turn()
-        self._packed.restore()
+        self._restore_packed()
         self._contents.check()
         self._added = self._rank.updates.plain_calls.added(self._contents.parameters)
         refuse_moved([*self._buffers.moved(), *self._rank.tensors.ties.moved()])
@@ -639,12 +642,3 @@ class Engine(Generic[Model_co]):
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
         return self._rank.updates.plain_calls.reads.turned(stopping, on=False)
-
-
-def _step_observer(channel: Channel) -> StepObserver:
-    """What sees the steps of a rank."""
-    if find_spec("shardwise.engine.telemetry") is None:
-        return StepObserver()
-    from shardwise.engine.telemetry.rank_times import step_meter
-
-    return step_meter(channel)

@@ -33,13 +33,13 @@ from shardwise.engine.forward.inventory import (
     Inventory,
     describe_model,
     describe_values,
+    kind_in,
     take_inventory,
     take_over,
     with_values,
 )
 from shardwise.engine.forward.kept_objects import Alias, aliases_in, take_along
 from shardwise.engine.forward.layers import unwrap
-from shardwise.engine.forward.packed_tensors import move_carried, settle_packed
 from shardwise.engine.forward.padded_encoders import let_encoders_pad
 from shardwise.engine.forward.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.forward.randomness import KeyedRandom
@@ -130,7 +130,8 @@ def parallelize(
     seed: of the random numbers that forwards draw (dropout). They depend on it, the step and the microbatch, not on the
         plan. None: the seed that rank 0 last gave to torch.manual_seed.
     sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds". From it
-        tensor.rules "auto" also infers a plan for a model that carries none (see `engine.tensor_decision`).
+        tensor.rules "auto" also infers a plan for a model that carries none (see `engine.tensor_decision`). For that
+        alone, f(model) -> arguments that its forward takes by name, or None: `shardwise.hf.sample_for`, say.
     rows: the dim of batches' tensors that has their rows; {name or glob: dim} where they differ, None in it for a
         tensor that is for all rows. Names are the keys and positions that lead to a tensor: "inputs.0".
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
@@ -294,7 +295,8 @@ def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     # What an earlier plan has put around modules comes off: the model may run on the sample here.
     unwrap(model)
     if placement is None:
-        placement = agree_on_placement(model, plan, asked.loss, asked.sample, channel)
+        sample = None if callable(asked.sample) else asked.sample
+        placement = agree_on_placement(model, plan, asked.loss, sample, channel)
     units = units_of(model, inventory, plan, placement)
     if decision is None:
         decision = agree_on_tensor_plan(model, plan, channel, loss=asked.loss, sample=asked.sample)
@@ -372,7 +374,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     proof: RegionProof | None = None
     if plan.tensor.prove and plan.mesh.tp > 1:
-        from shardwise.engine.tensor.region_proof import Proof
+        from shardwise.engine.tensor.proof.region_proof import Proof
 
         proof = Proof(
             model,
@@ -484,7 +486,9 @@ def _keep_own(
     # What goes to flat buffers stays where it was built until its buffer takes it, which may want a part of it only:
     # whole parameters and buffers would be on the device at once. Replicas of ties have buffers of their own.
     buffered = {slot.name for bucket in layout.ownership.buckets for slot in bucket.slots}
-    move_carried([each for name, each in held.carried().items() if name not in buffered], device)
+    for name, each in held.carried().items():
+        if name not in buffered and not each.is_meta and each.device != device:
+            torch.utils.swap_tensors(each, each.to(device))  # the objects stay
     move_to(
         model,
         device,
@@ -518,7 +522,7 @@ def _keep_own(
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
     take_along(inspected.aliases, held.parameters)
-    settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
+    kind_in(model).settle(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
     note_masters(buffers.buckets)
     model_buffers.settle(channels.everyone, channels.pipeline)  # it remembers values, so all are here by now
     tensors = RankTensors(

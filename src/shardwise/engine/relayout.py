@@ -13,7 +13,6 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +24,8 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.counters import Counters
-from shardwise.engine.forward.inventory import exchange, named_places, take_over, with_values
+from shardwise.engine.forward.inventory import all_carried, exchange, kind_in, named_places, take_over, with_values
 from shardwise.engine.forward.kept_objects import aliases_in, take_along
-from shardwise.engine.forward.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.model.rank_parts import Asked, Settled
 from shardwise.engine.model.state import (
     EngineRestoration,
@@ -38,11 +36,12 @@ from shardwise.engine.model.state import (
     targets_of,
 )
 from shardwise.engine.optimizers.known import of_no_parameter
+from shardwise.engine.parameter_kinds import Swapped, is_shell
 from shardwise.errors import CheckpointError, PlanError, ShardwiseError
 from shardwise.moving import Gathering
 from shardwise.moving.live_states import reshard_told
 from shardwise.moving.piece_exchange import merged_settings
-from shardwise.plan import Plan
+from shardwise.plan import Parameter, Plan
 from shardwise.plan.saved_settings import ADDED
 from shardwise.space import Piece
 
@@ -167,11 +166,8 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
     spec_of = {spec.name: spec for spec in handed.rank.names.specs}
     fresh: dict[str, nn.Parameter] = {}
     ties = handed.rank.names.ties
-    carried = [
-        replace(each, name=ties.get(each.name, each.name))
-        for each in all_carried(handed.rank.model)
-        if each.is_view or ties.get(each.name, each.name) in spec_of  # else it came since, and stays what it is
-    ]
+    # What has no spec came since, and stays what it is.
+    carried = [each for each in all_carried(handed.rank.model, ties) if each.is_view or each.name in spec_of]
     for module, attribute, place, parameter in list(named_places(handed.rank.model)):
         if is_shell(parameter):  # what is inside is emptied below
             continue
@@ -180,20 +176,15 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
         name = handed.rank.names.ties.get(place, place)
         if name not in fresh:
             spec = spec_of[name]
-            values = torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
-            made = with_values(parameter, values)
+            made = with_values(parameter, _empty_of(spec))
             # A frozen one that had its turn keeps its master and state, for the time when it is unfrozen.
             made.requires_grad_(made.requires_grad or spec.trainable)
             fresh[name] = take_over(parameter, made)
             if fresh[name] is parameter:
                 swapped.append((parameter, made))
         setattr(module, attribute, fresh[name])
-    carried_specs = [spec_of[each.name] for each in carried if not each.is_view]
-    empty = {
-        spec.name: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
-        for spec in carried_specs
-    }
-    swapped += put_in(handed.rank.model, carried, empty)
+    empty = {each.name: _empty_of(spec_of[each.name]) for each in carried if not each.is_view}
+    swapped += kind_in(handed.rank.model).put_in(handed.rank.model, carried, empty)
     rooms: dict[torch.Tensor, torch.Tensor] = {}
     for module in handed.rank.model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):
@@ -205,6 +196,10 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
         known.optimizer.state.update(shared)
         for group, names in zip(known.optimizer.param_groups, known.given, strict=True):
             group["params"] = [fresh[name] for name in names]
+
+
+def _empty_of(spec: Parameter) -> torch.Tensor:
+    return torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ArchiveFilling, saved_tensor
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
-from shardwise.engine.forward.packed_tensors import is_shell
+from shardwise.engine.parameter_kinds import is_shell
 from shardwise.hf.written_files import replacing, write_streamed
 from shardwise.plan.names import state_name
 from shardwise.plan.nested_state import flat_state

@@ -9,7 +9,7 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     who owns which elements          buckets, units, residency, memory
     what is kept for backward        units, activation_budget
     what is cut along tp             tensor_rules -> tensor_matching -> tensor_cuts -> tensor_plan; tensor_inference
-    what a save knows of training    saved_settings, optimizer_entries
+    what a save knows of training    saved_settings, optimizer_entries, model_records
 """
 
 from shardwise.plan.buckets import Bucket, OwnedLayout, Ownership, Segment, Slot, plan_ownership

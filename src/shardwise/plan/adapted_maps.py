@@ -14,10 +14,9 @@ this rank's inputs. The sum of both is that of the uncut module. Anything else l
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
-from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of, parents
+from shardwise.plan.outlines import AdaptedMap, TensorModule, inside_of
 
 _DOWN, _UP = "lora_A", "lora_B"
 
@@ -25,73 +24,38 @@ _LOOKED_UP = frozenset({"lora_embedding_A", "lora_embedding_B"})
 """Parameters of an adapter of an embedding, which looks tokens up in them and never reads the base layer's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptedMap:
-    """A map and its adapters."""
-
-    base: TensorModule
-    downs: tuple[TensorModule, ...]
-    ups: tuple[TensorModule, ...]
-    others: tuple[tuple[TensorModule, str], ...]
-    """Parameters of none of these: the module that holds one, and its attribute."""
-
-    def foreign(self) -> str | None:
-        """A parameter that shows that the adapter may read the base layer's weight; None where there is none."""
-        return next(
-            (
-                each.parameters[attribute]
-                for each, attribute in self.others
-                if _LOOKED_UP.isdisjoint(each.parameters[attribute].split("."))
-            ),
-            None,
-        )
+def adapters_in(modules: Sequence[TensorModule]) -> Iterator[tuple[str, AdaptedMap | tuple[TensorModule, ...]]]:
+    """The `adapters` of an outline with these modules."""
+    by_name = {each.name: each for each in modules}
+    within = {around: [by_name[name] for name in names] for around, names in inside_of(by_name).items()}
+    for each in modules:
+        if found := _adapted_in(by_name, within, each) or _copies_in(by_name, within, each):
+            yield each.name, found
 
 
-def adapted_in(
-    modules: Mapping[str, TensorModule], names_inside: Mapping[str, Sequence[str]], module: TensorModule
-) -> AdaptedMap | None:
-    """What a module adapts; None for one that is no adapter. `modules`: by first name; `names_inside`: `inside_of`."""
-    around = next(
-        (each for each in (module.name, f"{module.name}.{TOKENS}") if f"{each}.{BASE_LAYER}" in modules), None
-    )
+_Modules = Mapping[str, TensorModule]
+_Within = Mapping[str, Sequence[TensorModule]]
+
+
+def _adapted_in(modules: _Modules, within: _Within, module: TensorModule) -> AdaptedMap | None:
+    around = module.name if f"{module.name}.{BASE_LAYER}" in modules else f"{module.name}.{TOKENS}"
     base = modules.get(f"{around}.{BASE_LAYER}")
     if base is None or base.computes == "other":
         return None
-    inside = [module, *(modules[name] for name in names_inside[module.name])]
-
-    def of(name: str) -> tuple[TensorModule, ...]:
-        within = f"{around}.{name}."
-        return tuple(each for each in inside if each.name.startswith(within) and each.computes == "linear")
-
-    downs, ups = of(_DOWN), of(_UP)
-    known = {each.name for each in (base, *downs, *ups)}
-    others = tuple((each, key) for each in inside if each.name not in known for key in each.parameters)
+    downs, ups = (
+        tuple(each for each in within.get(f"{around}.{name}", ()) if each.computes == "linear") for name in (_DOWN, _UP)
+    )
+    own = {each.name for each in (base, *downs, *ups)}
+    others = tuple((it, key) for it in (module, *within[module.name]) if it.name not in own for key in it.parameters)
     if not (downs or ups or others):
         others = ((base, "weight"),)  # its parameters are another adapter's (ties), so it may compute anything
-    return AdaptedMap(base=base, downs=downs, ups=ups, others=others)
+    held = (each.parameters[key] for each, key in others)
+    foreign = next((name for name in held if _LOOKED_UP.isdisjoint(name.split("."))), None)
+    return AdaptedMap(base=base, downs=downs, ups=ups, others=others, foreign=foreign)
 
 
-def copies_in(
-    modules: Mapping[str, TensorModule], names_inside: Mapping[str, Sequence[str]], module: TensorModule
-) -> list[TensorModule]:
-    """The original and the copies of a module that are trained in its place; nothing for any other module."""
+def _copies_in(modules: _Modules, within: _Within, module: TensorModule) -> tuple[TensorModule, ...]:
     if (original := modules.get(f"{module.name}.{ORIGINAL}")) is None:
-        return []
+        return ()
     around = f"{module.name}.{COPIES}"
-    return [original, *(modules[name] for name in names_inside.get(around, ()) if name.rpartition(".")[0] == around)]
-
-
-def followed_maps(outline: TensorOutline) -> Iterator[tuple[str, TensorModule]]:
-    """The maps and embeddings that a forward calls, by the module that is called: an adapter stands for its map."""
-    modules = {each.name: each for each in outline.modules}
-    names_inside = inside_of(modules)
-    adapters: dict[str, TensorModule] = {}
-    for each in outline.modules:
-        if (adapted := adapted_in(modules, names_inside, each)) is not None:
-            adapters[each.name] = adapted.base
-        elif copies := copies_in(modules, names_inside, each):
-            adapters[each.name] = copies[0]
-    for each in outline.modules:
-        known = adapters.get(each.name, each)
-        if known.computes != "other" and adapters.keys().isdisjoint(parents(each.name)):
-            yield each.name, known
+    return (original, *(each for each in within.get(around, ()) if each.name.rpartition(".")[0] == around))

@@ -113,6 +113,19 @@ class TensorModule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedMap:
+    """A map and its adapters."""
+
+    base: TensorModule
+    downs: tuple[TensorModule, ...]
+    ups: tuple[TensorModule, ...]
+    others: tuple[tuple[TensorModule, str], ...]
+    """Parameters of none of these: the module that holds one, and its attribute."""
+    foreign: str | None
+    """A parameter that shows that the adapter may read the base layer's weight; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorOutline:
     """The modules of a model in the order of registration, and the shapes of its parameters."""
 
@@ -121,6 +134,8 @@ class TensorOutline:
     """Of each parameter, by its first name."""
     carried: Mapping[str, str] = field(default_factory=dict)
     """The rules that the model itself carries: full name of a module or parameter -> rule."""
+    adapters: Mapping[str, AdaptedMap | tuple[TensorModule, ...]] = field(default_factory=dict)
+    """By the module that stands for them: a map and its adapters; a module and the copies that are trained instead."""
 
     def parameter_names(self) -> Iterator[tuple[str, TensorModule, str]]:
         """Every name that a parameter has: (name, module that holds it, attribute)."""

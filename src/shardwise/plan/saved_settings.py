@@ -1,8 +1,7 @@
 """What a save keeps of a training besides its tensors: JSON settings, and how live optimizers take theirs over.
 
-Settings of the model are its configuration files, and the record of a rewrite by which its tensors were made. Settings
-of optimizers name parameters and never count them. So a parameter that was added, frozen or moved to another group is
-reported, and shifts nothing. For each optimizer:
+Settings of the model are those of a `SavedRecord`. Settings of optimizers name parameters and never count them. So a
+parameter that was added, frozen or moved to another group is reported, and shifts nothing. For each optimizer:
 
     {"kind": "AdamW",
      "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
@@ -18,9 +17,8 @@ Taken over by name, here with one parameter that moved to another group since th
     ->      refused: group 0 "was several groups": lr is 0.1 for 'w' and 0.2 for 'scale'; group 1 takes lr 0.1
 """
 
-import json
 import math
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -65,55 +63,15 @@ IDLE = "idle"
 OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers", NUMBERED})
 """Keys of what a run goes on with; the other settings are of its model and its plan."""
 
-_GENERATION = "generation_config.json"
 
-_MOST_BYTES = 1 << 20
-"""Of one file: the manifest has it, and every rank reads that."""
-
-
-def settings_of_model(model: object) -> dict[str, Any]:
-    """The files that `save_pretrained` would write next to the tensors of a model, as settings; {} for other models.
-
-    A configuration is known by its method `to_json_string`, as those of transformers have it.
-    """
-    # A model that torch.compile wrapped has another class, and the name of the class goes into the configuration.
-    model = getattr(model, "_orig_mod", model)
-    # By what the object can do, not by its class: this room imports no torch and the library needs no transformers.
-    config = _written(getattr(model, "config", None))
-    if config is None:
-        return {}
-    if hasattr(type(model), "config_class"):  # a class that `from_pretrained` can make
-        config["architectures"] = [type(model).__name__]
-    files = {CONFIG: config}
-    can_generate = getattr(model, "can_generate", None)
-    if callable(can_generate) and can_generate():
-        generation = _written(getattr(model, "generation_config", None))
-        files |= {} if generation is None else {_GENERATION: generation}
-    return {MODEL_FILES: files}
+def record_in(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """By which rewrite the values of a save with these settings came into the form that they have; {} if unknown."""
+    # Its own rewrite, or that of the save it went on from: a record is handed on from save to save.
+    return a_mapping(settings.get(REWRITE, settings.get(LOADED_BY)))
 
 
-def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the settings of a save, what says by which rewrite its values came into the form that they have."""
-    # Its own rewrite, or that of the save it went on from: an origin is handed on from save to save.
-    record = settings.get(REWRITE, settings.get(LOADED_BY))
-    return {} if record is None else {LOADED_BY: record}
-
-
-def origin_after(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The origin of values that a load of a save with these settings has put over others, whose origin is `before`."""
-    found = origin_of(settings)
-    kept = {*settings.get(ADDED, ()), *settings.get(KEPT, ())}
-    if not kept or not before or before == found:
-        return found
-    # Each value has one origin, but the state has several: no single rewrite leads back.
-    earlier, later = (_a_mapping(each.get(LOADED_BY)) for each in (before, found))
-    degrees = {name: each for name, each in _a_mapping(earlier.get(DEGREES)).items() if name in kept}
-    loads = [text for each in (earlier, later) for text in each.get(SEVERAL) or [text_of_record(each)]]
-    return {LOADED_BY: {SEVERAL: loads, DEGREES: {**degrees, **_a_mapping(later.get(DEGREES))}}}
-
-
-def _a_mapping(value: Any) -> Mapping[str, Any]:
-    """A part of a record, which any program may have written; nothing where it is of another kind."""
+def a_mapping(value: Any) -> Mapping[str, Any]:
+    """A part of settings, which any program may have written; nothing where it is of another kind."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -122,18 +80,16 @@ def text_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: record[key] for key in ("text", "inverted", BEFORE) if key in record}
 
 
-def _written(config: Any) -> dict[str, Any] | None:
-    """A configuration as JSON; None where there is none, or none that a save could keep."""
-    write = getattr(config, "to_json_string", None)
-    if not callable(write):
-        return None
-    try:
-        text = write()
-        found = json.loads(text) if len(text) <= _MOST_BYTES else None
-    # A configuration may be of the user's own and raise anything. It only describes the model: a save goes on without.
-    except Exception:
-        return None
-    return found if isinstance(found, dict) else None
+class SavedRecord:
+    """What saves say of a model besides its tensors. This one says nothing; see `model_records`."""
+
+    def settings(self, model: object) -> dict[str, Any]:
+        """The entries of a save's settings."""
+        return {}
+
+    def after(self, settings: Mapping[str, Any]) -> Callable[[], None]:
+        """What takes note of a load of a save with these settings, once it is done."""
+        return lambda: None
 
 
 def settings_apart(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -20,8 +20,7 @@ from dataclasses import replace
 from typing import Literal
 
 from shardwise.errors import PlanError
-from shardwise.plan.adapted_maps import AdaptedMap, adapted_in, copies_in
-from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of
+from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline, inside_of
 from shardwise.plan.tensor_matching import RuleTarget, check_uses, match_rules, modules_around
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, ParameterCut, Ranges, Style, TensorPlan
 from shardwise.plan.tensor_rules import Rule
@@ -139,16 +138,14 @@ class _Planner:
     # Modules ------------------------------------------------------------------------------------------------------
 
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
-        if (
-            rule.kind in CUTS_THE_MODULE
-            and (adapted := adapted_in(self._modules, self._names_inside, module)) is not None
-        ):
-            self._cut_adapted(module, adapted, rule)
-            return
-        if copies := copies_in(self._modules, self._names_inside, module):
-            for each in copies:
-                self._apply_to_module(each, rule)
-            return
+        match self._outline.adapters.get(module.name):
+            case AdaptedMap() as adapted if rule.kind in CUTS_THE_MODULE:
+                self._cut_adapted(module, adapted, rule)
+                return
+            case tuple(copies):
+                for each in copies:
+                    self._apply_to_module(each, rule)
+                return
         if rule.kind not in ("heads", "split"):  # which say nothing of the parameters inside
             self._named |= self._held(module)
         if rule.sums_gradients or rule.kind == "once":
@@ -172,7 +169,7 @@ class _Planner:
         base = adapted.base
         # Whole inputs and whole outputs: the adapter may stay whole, its result is added to a whole value.
         if rule.gathers or rule.splits or rule.kind not in ("column", "row"):
-            if (name := adapted.foreign()) is None:
+            if (name := adapted.foreign) is None:
                 self._apply_to_module(base, rule)
             else:
                 self._leave(module, rule, name)

@@ -18,7 +18,8 @@ from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.adapters import MergedModel
 from shardwise.engine.engine import Engine
-from shardwise.plan.saved_settings import CONFIG, MODEL_FILES, settings_of_model
+from shardwise.plan.model_records import settings_of_model
+from shardwise.plan.saved_settings import CONFIG, MODEL_FILES
 
 _WINDOW_BYTES = 256 << 20
 """Of the tensors that are on rank 0 at once; twice that while peft merges them."""

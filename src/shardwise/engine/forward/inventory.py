@@ -5,13 +5,14 @@
     a.weight, b.weight = w[:4], w[2:]  --> share a part of a storage: refused, no plan could update both
     cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
 
-Whether a parameter is packed, and what belongs to it, is asked of `packed_tensors`.
+What belongs to a packed parameter is asked of its kind (`parameter_kinds`).
 """
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import torch
@@ -20,9 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
-from shardwise.engine.forward.packed_tensors import carried_by, is_packed, is_shell
 from shardwise.engine.forward.parametrizations import see_parametrizations
-from shardwise.engine.forward.sharded_parameters import plain_class
+from shardwise.engine.parameter_kinds import AT_REST, Carried, ParameterKind, is_packed, is_shell, plain_class
 from shardwise.engine.torch_private import (
     GRADIENT_HOOKS,
     DisableTorchFunctionSubclass,
@@ -51,7 +51,7 @@ class Inventory:
     places: tuple[tuple[nn.Module, str, str], ...]
     """Every place that holds a parameter: (module, attribute, name of the parameter)."""
     found_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Full name of a place -> the names of what is there, where that is a packed weight: see `packed_tensors`."""
+    """Full name of a place -> the names of what is there, where that is a packed weight."""
     views: tuple[tuple[torch.Tensor, str], ...] = ()
     """Tensors that show the elements of a packed weight, and its name."""
 
@@ -179,6 +179,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     # Batch norms keep float32 parameters under any plan: torch refuses narrower ones beside float32 statistics.
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
     beside_packed = {first for owner, _, first in held_by if owner in found.modules and not first.requires_grad}
+    packed = {id(each) for held in found.tensors_at.values() for each in held}
     specs = tuple(
         describe(
             name=each[0],
@@ -188,7 +189,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             trainable=parameter.requires_grad,
             precision=precision,
             beside_statistics=parameter in beside_statistics,
-            is_packed=id(parameter) in found.tensors or parameter in beside_packed,
+            is_packed=id(parameter) in packed or parameter in beside_packed,
         )
         for parameter, each in names.items()
     )
@@ -224,30 +225,44 @@ class _PackedListing:
     def __init__(self) -> None:
         self.modules: set[nn.Module] = set()
         """Those that hold one: they compute with its codes, and see to dtypes themselves."""
-        self.tensors: set[int] = set()
-        """By id: those whose dtype stays."""
         self.tensors_at: dict[str, list[nn.Parameter]] = {}
         self.views: list[tuple[torch.Tensor, nn.Parameter]] = []
 
     def listed(self, model: nn.Module) -> Iterator[tuple[nn.Module | None, str, str, nn.Parameter]]:
         """As `named_places`; packed weights with what belongs to them, which has no module."""
+        kind = kind_in(model)
         for owner, attribute, name, parameter in named_places(model):
             _refuse_unfit(f"parameter {name!r}", parameter)
             if not is_packed(parameter):
                 yield owner, attribute, name, parameter
                 continue
-            carried = carried_by(owner, attribute, name)
-            held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
+            carried = kind.carried_by(owner, attribute, name)
+            held = {each.name: cast("nn.Parameter", each.tensor) for each in carried if not each.is_view}
             self.views += [(each.tensor, parameter) for each in carried if each.is_view]
             if not owner._modules:  # else other modules may compute with what stands beside the codes
                 self.modules.add(owner)
-            self.tensors_at[name] = held if is_shell(parameter) else [parameter, *held]
-            self.tensors.update(map(id, self.tensors_at[name]))
+            self.tensors_at[name] = [*([] if is_shell(parameter) else [parameter]), *held.values()]
             if not is_shell(parameter):
                 yield owner, attribute, name, parameter
-            yield from (
-                (None, "", each.name, cast("nn.Parameter", each.tensor)) for each in carried if not each.is_view
-            )
+            yield from ((None, "", each, tensor) for each, tensor in held.items())
+
+
+def kind_in(model: nn.Module) -> ParameterKind:
+    """What the parameters of a model need besides their values."""
+    if not any(map(is_packed, model.parameters())):
+        return ParameterKind()
+    from shardwise.engine.packed.packed_weights import PackedWeights
+
+    return PackedWeights()
+
+
+def all_carried(model: nn.Module, ties: Mapping[str, str] = MappingProxyType({})) -> Iterator[Carried]:
+    """What belongs to the packed weights of a model, under each name that it has; without the names in `ties`."""
+    kind = kind_in(model)
+    for module, attribute, name, parameter in named_places(model):
+        if is_packed(parameter):
+            for each in kind.carried_by(module, attribute, name):
+                yield replace(each, name=ties.get(each.name, each.name))
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
@@ -276,7 +291,7 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     else:
         made = values.detach().requires_grad_(original.requires_grad)
     vars(made).update(vars(original))
-    for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on its engine
+    for own in AT_REST:
         vars(made).pop(own, None)
     return cast("_T", made)
 

@@ -59,11 +59,6 @@ def functions_of_memory() -> frozenset[Any]:
     return frozenset(found | {getattr(torch.Tensor, name).__get__ for name in _MEMORY if hasattr(torch.Tensor, name)})
 
 
-def plain_class(kind: type) -> type:
-    """The class of parameters in forwards that have class `kind` outside of them."""
-    return getattr(kind, "_plain_class", kind)
-
-
 # One class for each kind of parameter: code that compares the types of two parameters finds them alike.
 @functools.cache
 def sharded_class(kind: type) -> type:

@@ -12,10 +12,10 @@ from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, synchronize
 from shardwise.engine.forward.aside import kept_attributes
+from shardwise.engine.forward.inventory import kind_in
 from shardwise.engine.forward.kept_objects import contents_kept, own_generators
 from shardwise.engine.forward.observe import Observed, flops_of
 from shardwise.engine.forward.outline import named_modules, outline_of
-from shardwise.engine.forward.packed_tensors import PackedPlaces
 from shardwise.engine.forward.writes import SeenTensor
 from shardwise.engine.torch_private import COMPILED_CALL, backward_hooks, compiled_call, gradient_hooks
 
@@ -43,7 +43,7 @@ def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
     held = [*parameters, *module.buffers()]
     devices = list({torch.device("cpu"), *(each.device for each in held if not each.is_meta)})
     own = own_generators(module)
-    packed = PackedPlaces(module)
+    restore_packed = kind_in(module).kept(module)
     put_back_common, put_back = kept_attributes(modules, names=_NAMES, contents=True), kept_attributes(modules)
     put_back_contents = contents_kept(modules)
     seen = [SeenTensor(each) for each in parameters]
@@ -61,7 +61,7 @@ def aside(module: nn.Module) -> Iterator[Callable[[], bool]]:
             yield lambda: not all(map(torch.equal, before, states()))
         finally:
             put_back_common()
-            packed.restore()
+            restore_packed()
             if not any(each.is_written(each.tensor) for each in seen):
                 put_back()
                 put_back_contents()

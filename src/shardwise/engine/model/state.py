@@ -51,14 +51,7 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.saved_settings import (
-    origin_after,
-    settings_apart,
-    stored_names,
-    stored_ties,
-    take_over,
-    take_over_shared,
-)
+from shardwise.plan.saved_settings import settings_apart, stored_names, stored_ties, take_over, take_over_shared
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]
@@ -147,14 +140,12 @@ class EngineRestoration:
         stopping_peers: Callable[[], AbstractContextManager[None]],
         stored: Mapping[str, Piece],
         settings: Mapping[str, Any],
-        origin: dict[str, Any],
+        take_note: Callable[[], None],
     ) -> None:
-        """`optimizers`: with what came into their groups. `origin`: takes what the settings say of the rewrite by which
-        the values were made."""
+        """`optimizers`: with what came into their groups. `take_note`: called once it is done."""
         model, inventory, buffers, aliases = rank.model, rank.tensors.owned, rank.tensors.buffers, rank.names.ties
         self._rank = rank
-        self._origin = origin
-        self._found_origin = origin_after(origin, settings)
+        self._take_note = take_note
         self._spec_of = {spec.name: spec for spec in inventory.specs}
         self._updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
         self._random = _random_of(settings)
@@ -217,9 +208,9 @@ class EngineRestoration:
             self.wanted |= self._averages.wanted
             self.notes = self._averages.notes
 
-    def leave_averages(self) -> None:
-        """Averages stay what they are: this is no load of a whole model."""
-        self._averages = None
+    def leave_entries(self) -> None:
+        """Averages and the record stay what they are: this is no load of a whole model."""
+        self._averages, self._take_note = None, lambda: None
 
     def finish(self) -> None:
         """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
@@ -254,9 +245,7 @@ class EngineRestoration:
                 rank.computation.random.seed, rank.computation.step = self._random
             if self._loss_scale is not None and rank.computation.loss_scale is not None:
                 rank.computation.loss_scale.restore(self._loss_scale)
-            # In place: the engine holds this dict.
-            self._origin.clear()
-            self._origin.update(self._found_origin)
+            self._take_note()
             for buffer, room in self._resized.values():
                 buffer.data = room  # the object stays the module's
             rank.tensors.model_buffers.agreed_unless(self._pending_buffers)

@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -22,9 +22,8 @@ from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.batch_digests import digest_of_lines
-from shardwise.engine.forward.inventory import named_places, with_values
+from shardwise.engine.forward.inventory import all_carried, kind_in, named_places, with_values
 from shardwise.engine.forward.layers import is_ours, unwrap
-from shardwise.engine.forward.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.guards.plain_calls import PlainCalls
 from shardwise.engine.model.rank_parts import ModelNames
 from shardwise.engine.model.state import (
@@ -38,6 +37,7 @@ from shardwise.engine.model.state import (
 )
 from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
+from shardwise.engine.parameter_kinds import Swapped, inner_by_path, is_shell
 from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.engine.zero.flat_params import whole
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
@@ -47,7 +47,8 @@ from shardwise.moving.piece_exchange import merged_settings, pack_pieces, tensor
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
-from shardwise.plan.saved_settings import PYTHON_DTYPES, origin_of
+from shardwise.plan.outlines import parents
+from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece
 
 Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
@@ -97,7 +98,7 @@ def whole_inside(
         if failure is None:
             _refuse_one_sided(answers, ranks)
             if answers[0]:
-                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {}, origin_of(settings))
+                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {})
     if failure is not None:
         raise failure
 
@@ -165,7 +166,7 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
         buffers.setdefault(id(each), []).append(name)
     names |= {each[0]: tuple(each) for each in buffers.values()}
     # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
-    belongs = {name: lead for name in names for lead in _leads(name) if lead in names}
+    belongs = {name: lead for name in names for lead in parents(name) if lead in names}
     names |= {name: (*names[name], lead) for name, lead in belongs.items()}
     # Names first: a large model may have thousands, and a glob would compare each with all others.
     asked = frozenset(only)
@@ -181,10 +182,6 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     return frozenset(exact | {name for name, alike in names.items() if globs and any_matches(globs, alike)})
 
 
-def _leads(name: str) -> Iterator[str]:
-    return (name[:at] for at, each in enumerate(name) if each == ".")
-
-
 def _parameter_of(name: str) -> str:
     split = split_state_name(name)
     return name if split is None else split[0]
@@ -196,17 +193,13 @@ def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mappin
     for name, tensor in values.items():
         if (split := split_state_name(name)) is not None and split[0] in found:
             python = settings["plain"].get(split[1])
-            is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
+            is_python = python is not None and not tensor.dim() and tensor.dtype == torch_dtype(PYTHON_DTYPES[python])
             found[split[0]][split[1]] = tensor.item() if is_python else tensor
     states = {name: nested_state(state) for name, state in found.items() if state}
     for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
     return states
-
-
-def _is_of(tensor: torch.Tensor, python: str) -> bool:
-    return tensor.dtype == torch_dtype(PYTHON_DTYPES[python])
 
 
 def _values_of(spec: Parameter, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -231,9 +224,9 @@ class _WholeModel:
                 self.parameters[name] = part
             elif name not in self.parameters:
                 self.parameters[name] = with_values(part, _values_of(specs[name], values))
-        self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
+        self._carried = list(all_carried(model, ties))
         self._contents = {each.name: _values_of(specs[each.name], values) for each in self._carried if not each.is_view}
-        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._swapped: Swapped = []
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
             (module._buffers, key, buffer, values.get(name_of[id(buffer)], buffer.to("meta")))
@@ -256,7 +249,7 @@ class _WholeModel:
             setattr(module, key, self.parameters[self._ties.get(place, place)])
         for buffers, key, _, values in self._buffers:
             buffers[key] = values
-        self._swapped = put_in(self._model, self._carried, self._contents)
+        self._swapped = kind_in(self._model).put_in(self._model, self._carried, self._contents)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -268,7 +261,8 @@ class _WholeModel:
                     part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
-        put_back(self._swapped)
+        for each, content in reversed(self._swapped):
+            torch.utils.swap_tensors(each, content)
         self._put_layers_back()
         for hooks, order in self._hooks:
             added = {number: hook for number, hook in hooks.items() if number not in order}
@@ -277,9 +271,7 @@ class _WholeModel:
 
     def _now(self) -> dict[str, torch.Tensor]:
         places = {place: getattr(module, key) for module, key, place, _ in self._parts if place not in self._ties}
-        carried = {
-            self._ties.get(each.name, each.name): each.tensor for each in all_carried(self._model) if not each.is_view
-        }
+        carried = {each.name: each.tensor for each in all_carried(self._model, self._ties) if not each.is_view}
         return {
             name: each
             for name, each in (places | dict(self._model.named_buffers()) | carried).items()
@@ -363,7 +355,7 @@ class _WholeOptimizers:
 def _version_of(value: object) -> object:
     """Another after every write to a tensor, and for another value."""
     if isinstance(value, torch.Tensor) and is_shell(value):
-        return id(value), *map(_version_of, inner_tensors(value))
+        return id(value), *map(_version_of, inner_by_path(value).values())
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return id(value), version_of(value)
@@ -420,17 +412,15 @@ def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]
         )
 
 
-def _take_in(
-    handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces, origin: Mapping[str, Any]
-) -> None:
-    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
+def _take_in(handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces) -> None:
+    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
     with agreed(handed.rank.channels.world, purpose="verdict on the values written inside engine.whole()"):
         stored = tensors_in([message["stored"].encode()])
-        restoration = restore(stored, {**message["settings"], **origin})
+        restoration = restore(stored, message["settings"])
         # Without settings no optimizer was written to: it goes on with its state.
         if message["settings"] and restoration.findings:
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
-        restoration.leave_averages()
+        restoration.leave_entries()
     # No others: a master that is wider than the model's own dtype would be rounded.
     targets = {
         piece: each for piece, each in targets_of(restoration, handed.rank.model).items() if piece.name in stored

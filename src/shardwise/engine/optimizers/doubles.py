@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
-from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.engine.forward.part_watch import is_product, is_sum
 from shardwise.engine.optimizers.traits import Flags, state_of
+from shardwise.engine.parameter_kinds import inner_by_path, is_shell, rebuilt
 from shardwise.engine.torch_private import OPTIMIZER_HOOKS, TorchDispatchMode, tree_leaves
 from shardwise.errors import OptimizerError, few_of
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.inventory import Inventory
-from shardwise.engine.forward.packed_tensors import inner_by_path, is_shell
 from shardwise.engine.optimizers.traits import OptimizerTraits, UpdateTraits, in_table, refusal_of_closure
+from shardwise.engine.parameter_kinds import inner_by_path, is_shell
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.torch_private import TAKES_SCALE
 from shardwise.engine.zero.flat_params import Owned

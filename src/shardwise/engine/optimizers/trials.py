@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from shardwise.comm.accelerators import random_numbers_kept
-from shardwise.engine.forward.packed_tensors import is_shell
 from shardwise.engine.optimizers.doubles import (
     Case,
     Numbers,
@@ -32,6 +31,7 @@ from shardwise.engine.optimizers.doubles import (
 )
 from shardwise.engine.optimizers.known import keys_not_along
 from shardwise.engine.optimizers.traits import Flags, OptimizerTraits, UpdateTraits, flags_of, in_table, together
+from shardwise.engine.parameter_kinds import is_shell
 from shardwise.plan.optimizer_entries import NEVER_ALONG
 
 _SMALL = (4, 6)

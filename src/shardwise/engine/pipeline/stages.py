@@ -18,8 +18,9 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.forward.aside import items_set
 from shardwise.engine.forward.inventory import Inventory, exchange, named_places, take_over, with_values
-from shardwise.engine.forward.packed_tensors import is_shell, shells_aside
+from shardwise.engine.parameter_kinds import is_shell
 from shardwise.engine.pipeline.staged_calls import PlacedModule, storage_of
 from shardwise.engine.torch_private import change_tensors
 from shardwise.plan import Parameter, Placement
@@ -237,7 +238,12 @@ def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parame
     tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left and not is_shell(each)]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
         # Through `_apply`, in which modules move what they hold otherwise. Shells follow what is inside of them.
-        with shells_aside(model):
+        with items_set(
+            (module._parameters, key, None)
+            for module in model.modules()
+            for key, each in module._parameters.items()
+            if each is not None and is_shell(each)
+        ):
             change_tensors(model, lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
 
 

@@ -1,12 +1,14 @@
-"""Edges of the engine: folders that the core does not import, and what it knows of each.
+"""Edges of the engine: what the core does not import, and knows by a protocol; tests/edges.py takes each away.
 
-    folder       known as           comes from                          without the folder
-    averages     `StateEntry`       `parallelize`, where a plan asks    such a plan is an error
-    generation   `ModelCall`        `Engine.generate`                   so is this call
-    metrics      `OutputObserver`   `Engine.evaluate(metrics=...)`      so are metrics
-    telemetry    `StepObserver`     `Engine`                            reports have no times of ranks
-
-tests/edges.py takes one folder after the other away, and runs tests of the core without it.
+edge            known as           comes from                          without it
+averages        `StateEntry`       `parallelize`, where a plan asks    such a plan is an error
+generation      `ModelCall`        `Engine.generate`                   so is this call
+metrics         `OutputObserver`   `Engine.evaluate(metrics=...)`      so are metrics
+telemetry       `StepObserver`     `Engine`                            reports have no times of ranks
+packed          `ParameterKind`    `kind_in`, for a model with some    such a model is an error
+adapted_maps    `AdaptedMap`       `tensor_outline`, the same          so is this one, under tp
+tensor/proof    `RegionProof`      `parallelize`, where a plan asks    such a plan is an error
+model_records   `SavedRecord`      `Engine`                            saves do not say how the model came about
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -20,8 +20,8 @@ from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.forward.aside import attributes_set, items_set
 from shardwise.engine.forward.inventory import named_places, place_of
 from shardwise.engine.forward.layers import has_own_forward
-from shardwise.engine.forward.packed_tensors import is_packed
-from shardwise.plan.names import BASE_LAYER, base_names
+from shardwise.engine.parameter_kinds import is_packed
+from shardwise.plan.names import BASE_LAYER, ORIGINAL, base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS
 
@@ -60,7 +60,11 @@ def tensor_outline(model: nn.Module) -> TensorOutline:
     every = [name for known in names.values() for name in known]
     every += [name for _, _, name, _ in named_places(model)]
     carried = dict(_carried_rules(model, every))
-    return TensorOutline(modules=modules, shapes=shapes, carried=carried)
+    if {BASE_LAYER, ORIGINAL}.isdisjoint(each.name.rpartition(".")[2] for each in modules):
+        return TensorOutline(modules=modules, shapes=shapes, carried=carried)
+    from shardwise.plan.adapted_maps import adapters_in
+
+    return TensorOutline(modules=modules, shapes=shapes, carried=carried, adapters=dict(adapters_in(modules)))
 
 
 def _numbers(attributes: Mapping[str, Any]) -> dict[str, int]:

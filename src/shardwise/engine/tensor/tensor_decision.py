@@ -1,7 +1,7 @@
 """The decision how the parameters of a model are cut over the ranks along `tp`, and what it leaves each rank with.
 
     rules given           plan_tensor
-    "auto"                the plan that the model carries; for a model without one, `rule_inference` and a rehearsal
+    "auto"                the plan that the model carries; for a model without one, `auto` infers it
     both, {"*": "auto"}   what is given beats the rest, and the mixture is rehearsed
 
 Every rank decides for itself from the same model and compares the plan with the others. Then `keep_portions` takes the
@@ -9,7 +9,7 @@ whole parameters away, and each rank holds its portions.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatc
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.tp_collectives import taken
-from shardwise.errors import PlanError, few_of
+from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.plan.tensor_matching import match_rules
@@ -52,7 +52,7 @@ class TensorDecision:
 def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | None) -> TensorDecision:
     """How `plan.tensor.rules` cut `model`, which is as it was built. Raises PlanError.
 
-    loss, sample: what a model that carries no plan is run on; None: inputs that its configuration says it takes.
+    loss, sample: what a model that carries no plan is run on; f(model) may make the sample.
     """
     rules = plan.tensor.rules
     assert rules is not None
@@ -62,30 +62,10 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     if outline.carried or not is_automatic:
         plan_of_rules = plan_tensor(outline, rules, num_ranks=num_ranks)
         return TensorDecision(plan=plan_of_rules, left=plan_of_rules.left)
-    from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse, that_ask
-    from shardwise.engine.tensor.rule_inference import infer_plan
+    from shardwise.engine.tensor.auto.rule_inference import infer_plan
 
-    call = _call(model, plan, loss, sample)
-    plan_inferred, inferred, left = infer_plan(model, outline, call, num_ranks=num_ranks)
-    if rules == "auto":
-        return TensorDecision(plan=plan_inferred, inferred=inferred, left={**left, **plan_inferred.left})
-    # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
-    mixed = plan_tensor(replace(outline, carried=inferred), rules, num_ranks=num_ranks)
-    if asking := that_ask(mixed):
-        raise PlanError(
-            'tensor.rules: what "auto" infers beside rules of yours is tried for each rank alone, and the rule of '
-            f"{few_of(asking)} needs the answers of all ranks. Give the rules of all modules, without "
-            f'"auto". Inferred: {dict(inferred)}'
-        )
-    try:
-        rehearse(model, outline, mixed, call)
-    except RehearsalError as wrong:
-        raise PlanError(
-            'tensor.rules: with these rules and those of "auto" for the rest, '
-            f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}. Leave rules of yours out, "
-            f"or give all of them. Inferred: {dict(inferred)}"
-        ) from wrong
-    return TensorDecision(plan=mixed, inferred=inferred, left={**left, **mixed.left})
+    found, inferred, left = infer_plan(model, outline, rules, _call(model, plan, loss, sample), num_ranks=num_ranks)
+    return TensorDecision(plan=found, inferred=inferred, left={**left, **found.left})
 
 
 def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None) -> Callable[[], Any]:
@@ -97,12 +77,10 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
             "as engine.tensor_decision.inferred shows them for a smaller model of this kind"
         )
     device = next((each.device for each in tensors), torch.device("cpu"))
-    if sample is not None:
+    if sample is not None and not callable(sample):
         part = first_microbatch(sample, plan, device, loss.rows)
         return lambda: loss(part)
-    from shardwise.engine.samples.config_samples import sample_for
-
-    made = sample_for(model)
+    made = None if sample is None else sample(model)
     if made is None:
         raise PlanError(
             'tensor.rules: "auto" takes the plan that the model carries, and it carries none. To infer one shardwise '

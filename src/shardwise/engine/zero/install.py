@@ -17,9 +17,9 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.layers import wrap
 from shardwise.engine.forward.outline import outline_of
-from shardwise.engine.forward.packed_tensors import inner_tensors
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
+from shardwise.engine.parameter_kinds import inner_by_path
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.reduce import GradReduce
@@ -155,6 +155,8 @@ def _place_in(module: nn.Module, units: list[GatheredUnit]) -> tuple[nn.Module, 
     members = {id(parameter) for unit in units for parameter, _, _ in unit.parameters}
     for each in module.modules():
         for key, parameter in each._parameters.items():
-            if parameter is not None and not members.isdisjoint(map(id, (parameter, *inner_tensors(parameter)))):
+            if parameter is not None and not members.isdisjoint(
+                map(id, (parameter, *inner_by_path(parameter).values()))
+            ):
                 return each, key, parameter
     return None

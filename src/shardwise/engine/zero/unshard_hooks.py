@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.forward.layers import Layer, Place, in_backward
-from shardwise.engine.forward.packed_tensors import shares_memory
 from shardwise.engine.forward.sharded_parameters import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.forward.transforms import outside_of_transformations
 from shardwise.engine.forward.writes import SeenTensor
+from shardwise.engine.parameter_kinds import shares_memory
 from shardwise.engine.torch_private import (
     graph_task,
     is_transformed,

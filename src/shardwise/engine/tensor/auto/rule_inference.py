@@ -12,14 +12,14 @@ An attempt for one layer holds for all equal ones, so a model of 96 layers takes
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from shardwise.engine.tensor.forward_recording import record
-from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
-from shardwise.errors import PlanError, in_words
+from shardwise.engine.tensor.auto.forward_recording import record
+from shardwise.engine.tensor.auto.rehearsal import RehearsalError, rehearse, that_ask
+from shardwise.errors import PlanError, few_of, in_words
 from shardwise.plan.outlines import TensorModule, TensorOutline, parents
 from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor
 from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInference, infer_rules
@@ -31,11 +31,12 @@ _MOST_REHEARSALS = 64
 
 
 def infer_plan(
-    model: nn.Module, outline: TensorOutline, call: Callable[[], Any], *, num_ranks: int
+    model: nn.Module, outline: TensorOutline, rules: Mapping[str, str] | str, call: Callable[[], Any], *, num_ranks: int
 ) -> tuple[TensorPlan, Mapping[str, str], Mapping[str, str]]:
     """A plan that one forward of the model allows, and a rehearsal; its rules, and what it leaves whole and why.
 
-    call: runs the model. Raises PlanError, with the reasons, where nothing can be cut.
+    rules: "auto", or those that beat what is inferred. call: runs the model. Raises PlanError, with the reasons, where
+    nothing can be cut, and for rules with which the model computes something else.
     """
     try:
         trace = record(model, outline, call)
@@ -44,7 +45,26 @@ def infer_plan(
             f'tensor.rules: "auto" runs the model once on a sample, and it raised {in_words(error)}. Give a batch '
             "that the model takes, parallelize(..., sample=batch), or {name: rule}"
         ) from error
-    return _Search(model, outline, call, trace, num_ranks).run()
+    found, inferred, left = _Search(model, outline, call, trace, num_ranks).run()
+    if isinstance(rules, str):
+        return found, inferred, left
+    # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
+    mixed = plan_tensor(replace(outline, carried=inferred), rules, num_ranks=num_ranks)
+    if asking := that_ask(mixed):
+        raise PlanError(
+            'tensor.rules: what "auto" infers beside rules of yours is tried for each rank alone, and the rule of '
+            f"{few_of(asking)} needs the answers of all ranks. Give the rules of all modules, without "
+            f'"auto". Inferred: {dict(inferred)}'
+        )
+    try:
+        rehearse(model, outline, mixed, call)
+    except RehearsalError as wrong:
+        raise PlanError(
+            'tensor.rules: with these rules and those of "auto" for the rest, '
+            f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}. Leave rules of yours out, "
+            f"or give all of them. Inferred: {dict(inferred)}"
+        ) from wrong
+    return mixed, inferred, left
 
 
 @dataclass

@@ -32,8 +32,8 @@ from shardwise.comm.agreement import digest_of_values, json_as, understood
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.layers import Layer, Place, in_backward, take_off, wrap
-from shardwise.engine.forward.packed_tensors import first_tensor, is_packed
-from shardwise.engine.tensor.isolated_runs import (
+from shardwise.engine.parameter_kinds import inner_by_path, is_packed
+from shardwise.engine.tensor.proof.isolated_runs import (
     CopiedInputs,
     ModuleRun,
     Parameters,
@@ -140,7 +140,7 @@ class _RegionProof(Layer):
         with ExitStack() as gathered:
             for each in self.module.parameters():
                 if is_packed(each):
-                    gathered.enter_context(self._proof.gather(first_tensor(each)))
+                    gathered.enter_context(self._proof.gather(next(iter(inner_by_path(each).values()), each)))
             return self._judged(pair, held, is_outermost=is_outermost)
 
     def _judged(self, pair: tuple[CopiedInputs, CopiedInputs], held: Parameters, *, is_outermost: bool) -> str:

@@ -24,9 +24,9 @@ from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.inventory import named_places
 from shardwise.engine.forward.layers import Layer, Place, wrap
 from shardwise.engine.forward.outline import innermost_module
-from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.trial_runs import aside
-from shardwise.engine.tensor.isolated_runs import NoDropout, differ, factor_of
+from shardwise.engine.parameter_kinds import is_packed
+from shardwise.engine.tensor.proof.isolated_runs import NoDropout, differ, factor_of
 from shardwise.engine.tensor.styles import SharedInputs, Styled
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.torch_private import forward_hooks, tree_leaves

@@ -9,7 +9,7 @@ A linear map separates: its outputs are any sums of its inputs, so nothing of it
 inside of it are not looked at.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,11 +22,10 @@ from shardwise.engine.forward.inventory import named_places
 from shardwise.engine.forward.layers import Layer, Place, wrap
 from shardwise.engine.forward.observe import Observed
 from shardwise.engine.forward.trial_runs import aside, watch_calls
-from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
-from shardwise.engine.tensor.operation_rules import follow, moved
+from shardwise.engine.tensor.auto.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
+from shardwise.engine.tensor.auto.operation_rules import follow, moved
 from shardwise.engine.torch_private import schema_of, tree_leaves
-from shardwise.plan.adapted_maps import followed_maps
-from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline, parents
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
 
 
@@ -34,7 +33,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
     """The trace of `call()`, which runs the model; afterwards the model is as before."""
     followed = {
         name: _Followed(replace(known, name=name), model.get_submodule(known.name), model.get_submodule(name))
-        for name, known in followed_maps(outline)
+        for name, known in _followed_maps(outline)
     }
     names: dict[int, str] = {}
     of_module = {each.holder: name for name, each in followed.items()}
@@ -64,6 +63,15 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         with Observed(partial(_see, flow)):
             call()
     return _TraceReader(flow, followed, outline, given, names=names).trace()
+
+
+def _followed_maps(outline: TensorOutline) -> Iterator[tuple[str, TensorModule]]:
+    """The maps and embeddings that a forward calls, by the module that is called: an adapter stands for its map."""
+    bases = {name: each.base if isinstance(each, AdaptedMap) else each[0] for name, each in outline.adapters.items()}
+    for each in outline.modules:
+        known = bases.get(each.name, each)
+        if known.computes != "other" and bases.keys().isdisjoint(parents(each.name)):
+            yield each.name, known
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:

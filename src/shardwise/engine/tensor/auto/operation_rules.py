@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.tensor.atoms import TensorFlow, TracedOperation, slim, varies
+from shardwise.engine.tensor.auto.atoms import TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.torch_private import tree_leaves, tree_map
 
 Numbers = torch.Tensor

@@ -28,10 +28,10 @@ from shardwise.comm.nested_values import SeenContainers, is_plain, tensors_in, t
 from shardwise.engine.forward.kept_objects import held_tensors
 from shardwise.engine.forward.layers import APART, Forward, is_compiled, package_of, run_eagerly, strip
 from shardwise.engine.forward.observe import Observed, eps_of
-from shardwise.engine.forward.packed_tensors import is_packed
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.forward.trial_runs import aside
+from shardwise.engine.parameter_kinds import is_packed
 from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks, version_of
 

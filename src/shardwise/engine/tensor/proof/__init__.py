@@ -1,0 +1,1 @@
+"""The proof of tensor parallelism: `Proof` of `region_proof` compares each region cut and whole, when it first runs."""
