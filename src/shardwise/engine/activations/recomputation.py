@@ -11,8 +11,8 @@ The wrapper is the innermost one: what a plan does around a forward happens once
     what it only read  parameters, other buffers and the tensors among the arguments as they are: where somebody has
                        written to one since the first run began, in whatever way, the second run is refused
 
-Values are compared on the host by digests (`forward.writes`), which cost 10 microseconds for a tensor and microbatch.
-On a device, which would have to be waited for, they are in the first calls of a module; torch's count of writes always.
+Torch's count of writes is compared in every call, values by digests (`forward.writes`) in the calls that are due: they
+cost 10 microseconds for a tensor and microbatch, and a device would have to be waited for.
 """
 
 import copy
@@ -92,8 +92,8 @@ class Recomputed(OfEngine):
         self._num_looks += 1
         reads = is_due(self._num_looks)
         with DisableTorchFunction():  # under pp a mode answers for parameters of other stages
-            parameters = [SeenTensor(each, content=reads or is_on_host(each)) for _, _, each in self._parameters]
-            contents = given.contents()
+            parameters = [SeenTensor(each, content=reads) for _, _, each in self._parameters]
+            contents = given.contents(reads)
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
         seeing = seeing_modes()
@@ -128,11 +128,9 @@ class Recomputed(OfEngine):
         output = checkpoint(compute, *given.take_tensors(), use_reentrant=False, preserve_rng_state=False, **more)
         if modes is not None:
             self.kept_bytes = int(modes[0].value)
-        kept.settle()
+        kept.settle(reads)
         with DisableTorchFunction():
-            is_written = any(
-                each.is_written(each.tensor) if reads else each.is_counted(each.tensor) for each in parameters
-            )
+            is_written = any(each.is_written(each.tensor) for each in parameters)
         if is_written:
             raise self._refusal(f"the forward of {self.name!r} writes to a parameter, and would do so twice")
         for each in parameters:
@@ -195,9 +193,9 @@ class KeptArguments:
         """Not copied: the program goes on with them."""
         self._template = transform((args, kwargs), self._take, fresh=True, seen=SeenContainers())
 
-    def contents(self) -> list[Content | None]:
-        """What the tensors hold that are on the host."""
-        return [Content(each) if is_on_host(each) else None for each in self._tensors]
+    def contents(self, reads: bool) -> list[Content | None]:
+        """What the tensors hold that are on the host; nothing where nobody `reads` them."""
+        return [Content(each) if reads and is_on_host(each) else None for each in self._tensors]
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors, each object once; they are not held here from now on."""

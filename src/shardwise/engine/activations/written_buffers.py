@@ -73,15 +73,15 @@ class KeptBuffers:
         self._others: dict[int, SeenTensor] = {}
         """What has no copy, as it was after the forward."""
 
-    def settle(self) -> None:
-        """The forward has ended: what is large, and it did not write to, needs no copy."""
+    def settle(self, reads: bool) -> None:
+        """The forward has ended: what is large, and it did not write to, needs no copy. reads: it is digested."""
         with DisableTorchFunction():
             written = {at for at, before in enumerate(self._before) if self._is_written(at, before)}
             self._buffers.learn(written, self._copies.keys())
             # A small one costs little, and another forward may write to it before backward.
             self._copies = {at: each for at, each in self._copies.items() if at in written or _is_small(each)}
             others = {at: self._buffers.buffer(at) for at in range(len(self._before)) if at not in self._copies}
-            self._others = {at: SeenTensor(each, content=is_on_host(each)) for at, each in others.items()}
+            self._others = {at: SeenTensor(each, content=reads and is_on_host(each)) for at, each in others.items()}
         self._before = []
 
     def changed(self) -> str | None:
