@@ -36,13 +36,15 @@ def parts_of(batch: Batch, k: int) -> list[dict[str, Any]]:
 
 
 def share_of(batch: Batch, rank: int, num_ranks: int) -> dict[str, Any]:
-    """The share of one data rank."""
-    return parts_of(batch, num_ranks)[rank]
+    """The share of one data rank, in memory of its own: kernels round by the alignment of what they read."""
+    share = parts_of(batch, num_ranks)[rank]
+    own = {id(batch[name]): value.clone() for name, value in share.items() if isinstance(value, torch.Tensor)}
+    return {name: own.get(id(batch[name]), value) for name, value in share.items()}
 
 
 def microbatches_of(batch: Batch, num_ranks: int, k: int) -> list[list[dict[str, Any]]]:
     """For each data rank its k microbatches."""
-    return [parts_of(share, k) for share in parts_of(batch, num_ranks)]
+    return [parts_of(share_of(batch, rank, num_ranks), k) for rank in range(num_ranks)]
 
 
 def factors_of(weights: Sequence[float]) -> list[float]:

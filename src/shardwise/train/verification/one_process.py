@@ -65,7 +65,7 @@ class OneProcess:
     """The program in one process."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
-        self._channel = alone(device)
+        self._channel, self._program = alone(device), program
         self.model = program.build()
         # Before `parallelize`: which parameters tp cuts is read from the plain model.
         portions = portions_along_tp(self.model, program)
@@ -104,7 +104,8 @@ class OneProcess:
         self._terms, self._squares, self._digests, self._theirs = {}, {}, {}, gradients
         self._recorder.begin()
         self._num_steps += 1
-        report = self._engine.step(batch, **self._noted.turn(self._turns.of(self._num_steps)))
+        given = self._program.as_ranks_have_it(batch, self._channel.device)
+        report = self._engine.step(given, **self._noted.turn(self._turns.of(self._num_steps)))
         notes = self._recorder.take()
         self._theirs = None
         if not report.skipped:

@@ -8,6 +8,7 @@ plan               one_process_plan          the batch of an update, 8 rows
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.comm import Channel
 from shardwise.data import DataPlace, first_batches
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.forward.batch_rows import BatchRows, RowDims
-from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight, count_rows, rows_of
+from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight, count_rows, rows_of, split_batch
 from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import BatchError, ModelError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
@@ -154,6 +155,16 @@ class Program:
         start = self.plan.mesh.data_rank(rank) * num_rows
         share: dict[str, Any] = rows_of(batch, range(start, start + num_rows), self.rows)
         return share
+
+    def as_ranks_have_it(self, batch: Batch, device: torch.device) -> Any:
+        """A batch for the one process: on a device each microbatch lies in memory as on its rank."""
+        # Kernels round by the alignment of what they read, and a device gets a copy of each share.
+        if device.type == "cpu":
+            return batch
+        mesh = self.plan.mesh
+        shares = {mesh.data_rank(rank): self.share(batch, rank) for rank in range(mesh.size)}
+        parts = (split_batch(shares[each], self.plan.merge.microbatches, device, self.rows) for each in sorted(shares))
+        return [*chain.from_iterable(parts)]
 
     def build(self) -> nn.Module:
         """The model, with the same initial parameters each time."""
