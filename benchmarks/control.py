@@ -287,7 +287,7 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
     def step(channel: Channel) -> None:
         with agreed(channel, purpose=OPENING, num_parts=NUM_PARTS_OF_OPENING) as agreement:
             agreement.parts = parts_of_opening(**opens)
-        weighting, _ = merge_weights(channel, agreement.of_parts, [], same_count=True, ranks=said.ranks)
+        weighting, _, _ = merge_weights(channel, agreement.of_parts, [], same_count=True, ranks=said.ranks)
         assert weighting.joint == [Joint.ALL] * MICROBATCHES
         assert len(weighting.factors(data_rank)) == MICROBATCHES
         closing = exchange_step(channel, **closes)

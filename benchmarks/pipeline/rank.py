@@ -37,8 +37,8 @@ def measure_cell(cell: Cell, channel: Channel) -> Outcome:
         drawn = batches(cell.kind, cell.shape, cell.num_microbatches, cell.num_rounds)
         return Outcome(cell=cell, clipping=_of_all_ranks(measure_clipping(engine, drawn)))
     if cell.work == "host":
-        host, losses = measure_host(cell, channel)
-        prove(losses)
+        host, proven = measure_host(cell, channel)
+        prove(proven)
         return Outcome(cell=cell, host=_of_all_ranks(host))
     ours = {name: Ours(cell.kind, cell.shape, name, cell.num_microbatches, channel) for name in SCHEDULES}
     theirs = {PEERS[name]: Theirs(cell.kind, cell.shape, name, cell.num_microbatches) for name in SCHEDULES}

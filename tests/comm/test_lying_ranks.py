@@ -6,6 +6,7 @@ What ranks gather as texts travels by digests, and is replaced before these are 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ def errors_of(flow: str, folder: Path, say: Say) -> list[BaseException | None]:
     return sw.simulate(2, run, timeout_seconds=60)
 
 
+def once(purpose: str, left: list[bytes], now: str, own: bytes) -> bytes:
+    """What a rank says: something else at the first time for this purpose."""
+    return left.pop() if now == purpose and left else own
+
+
 @pytest.mark.parametrize("num_bodies", [1, pytest.param(30, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("flow", FLOWS)
 def test_what_a_peer_may_say_ends_in_errors_of_shardwise(
@@ -129,12 +135,7 @@ def test_what_a_peer_may_say_ends_in_errors_of_shardwise(
         bodies = [*OF_SETTINGS] * ("settings" in purpose) + chance.sample(BODIES, min(num_bodies, len(BODIES)))
         bodies += [value[:1] + each[1:] for each in (mutated(value, chance) for _ in range(num_bodies))]
         for at, body in enumerate(bodies):
-            left = [body]
-            error, _ = errors_of(
-                flow,
-                tmp_path / f"{number} {at}",
-                lambda now, own, purpose=purpose, left=left: left.pop() if now == purpose and left else own,
-            )
+            error, _ = errors_of(flow, tmp_path / f"{number} {at}", partial(once, purpose, [body]))
             assert error is None or isinstance(error, ShardwiseError), (purpose, body, error)
             refused += error is not None
     assert refused > len(good) // 4

@@ -181,6 +181,9 @@ READ: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 class Read(nn.Module):
     """Adds what it reads, so that no saved tensor shows a write."""
 
+    scale: torch.Tensor
+    rows: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(8192, WIDTH))
@@ -191,7 +194,8 @@ class Read(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.linear(input)
         self.write(self, input)
-        return torch.tanh(x + input + self.scale + (self.table + self.rows).mean(0))
+        out: torch.Tensor = torch.tanh(x + input + self.scale + (self.table + self.rows).mean(0))
+        return out
 
 
 class Around(nn.Module):

@@ -362,13 +362,18 @@ class Reseeded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def of_tensor(method: str, weight: torch.Tensor) -> object:
+    """A random method of a view."""
+    return getattr(weight.t()[1:], method)(*([0.3] if method[0] in "bg" else []))
+
+
 OF_TORCH: dict[str, Callable[[torch.Tensor], object]] = {
     **{f"init.{each}": getattr(nn.init, each) for each in dir(nn.init) if each.endswith("_") and each[0] != "_"},
     "init.constant_": lambda weight: nn.init.constant_(weight, 0.3),
     "init.dirac_": lambda weight: nn.init.dirac_(weight.view(6, 3, 2)),
     "init.sparse_": lambda weight: nn.init.sparse_(weight, 0.3),
     **{
-        f"Tensor.{each}": lambda weight, each=each: getattr(weight.t()[1:], each)(*([0.3] if each[0] in "bg" else []))
+        f"Tensor.{each}": partial(of_tensor, each)
         for each in (
             "bernoulli_",
             "cauchy_",

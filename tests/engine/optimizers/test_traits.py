@@ -1,6 +1,6 @@
 """What is known of torch's optimizers without a trial is what a trial finds."""
 
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -57,7 +57,7 @@ def centred(optimizer: torch.optim.Optimizer) -> None:
 class OwnGroups(torch.optim.SGD):
     def _init_group(self, *args: Any) -> Any:
         centred(self)
-        return super()._init_group(*args)  # type: ignore[misc]
+        return super()._init_group(*args)  # type: ignore[no-untyped-call]
 
 
 class OwnCheck(torch.optim.Adam):
@@ -74,10 +74,11 @@ class Behind(torch.optim.RMSprop, CheckBehind):
 
 
 class Wrapped(torch.optim.SGD):
-    @wraps(torch.optim.SGD.step)
     def step(self, closure: Any = None) -> Any:
         centred(self)
         return super().step(closure)
+
+    update_wrapper(step, torch.optim.SGD.step)
 
 
 def replaced(name: str, parameters: Any) -> torch.optim.Optimizer:

@@ -167,10 +167,11 @@ class ModelBuffers:
         self._is_alone = everyone.size * pipeline.size == 1
         self._known = [self._know(at) for at in range(len(self._places))]
         self._is_held = [known.tensor is not None and not known.tensor.is_meta for known in self._known]
-        answers, purpose = [bytes(self._is_held)], "buffers of stages"
+        answers, purpose = [tuple(self._is_held)], "buffers of stages"
         if pipeline.size > 1:
             of_stages = struct.Struct(f"{len(self._is_held)}?")
-            answers = understood(pipeline.exchange(answers[0], purpose=purpose), of_stages.unpack, purpose=purpose)
+            given = pipeline.exchange(bytes(self._is_held), purpose=purpose)
+            answers = understood(given, of_stages.unpack, purpose=purpose)
         self._is_shared = [sum(held) > 1 for held in zip(*answers, strict=True)]
 
     def changed(self, *, reads_device: bool = True) -> list[bool]:

@@ -266,7 +266,8 @@ def test_a_region_that_is_placed_on_a_stage_is_proved_there(stage: int) -> None:
 
 def by_a_weight(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
     weight = module.get_parameter("down.weight" if "down" in module._modules else "weight")
-    return value * weight.detach().norm()
+    out: torch.Tensor = value * weight.detach().norm()
+    return out
 
 
 def by_the_size_of_a_weight(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
@@ -315,7 +316,7 @@ def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str) -> Non
                 if channel.rank == 0 or "pp" in mesh:  # the first one alone, as programs that log do; stages refuse it
                     module.register_forward_hook(lambda *_, name=name: seen.append(name))
 
-        stages = {"pipeline": ON_TWO} if "pp" in mesh else {}
+        stages: dict[str, Any] = {"pipeline": ON_TWO} if "pp" in mesh else {}
         train(channel, between(torch.relu), plan_of(CUT, mesh, prove=prove, **stages), act=put)
         return len(seen)
 
