@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.samples.config_samples import sample_for
 from shardwise.errors import PeerError
-from shardwise.trainers.config_samples import sample_for
 
 TOLERANCE = 1e-9
 SECONDS_EACH = 30
@@ -218,7 +218,6 @@ def _trained(num_ranks: int, made: Any, batch: Any, rules: Any) -> tuple[list[to
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
             loss=lambda output, _: _loss(output),
             channel=channel,
-            sample=batch,
         )
         reports = [engine.step(batch) for _ in range(2)]
         values = [torch.tensor([each.loss, each.grad_norm], dtype=torch.float64) for each in reports]

@@ -23,6 +23,7 @@ EDGES = {
     "telemetry": ["engine/telemetry"],
     "rules found": ["engine/tensor/auto", "plan/tensor_inference.py"],
     "proof of regions": ["engine/tensor/proof"],
+    "samples by configurations": ["engine/samples"],
     "records of models": ["plan/model_records.py"],
     "packed weights": ["engine/packed"],
     "peft": ["engine/adapters.py", "plan/adapted_maps.py"],

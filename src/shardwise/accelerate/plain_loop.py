@@ -24,7 +24,6 @@ from shardwise.engine.full_state import full_state_dict
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan
-from shardwise.trainers.config_samples import sample_for
 from shardwise.trainers.data_ranks import DataRanks
 from shardwise.trainers.rank_calls import RankCalls
 
@@ -92,9 +91,8 @@ class Accelerator(RankCalls):
                     f"{' after others' if self._engine is not None else ''}; give one model and its optimizer in one "
                     "call. Put several models into one nn.Module, and call engine.step(batch, only=...) for each"
                 )
-            model, optimizer, channel = models[0], optimizers[0], self.channel
             self._engine = parallelize(
-                model, self.plan, optimizer=optimizer, loss_weight=_one, channel=channel, sample=sample_for
+                models[0], self.plan, optimizer=optimizers[0], loss_weight=_one, channel=self.channel
             )
         return super().prepare(*args)
 

@@ -130,8 +130,7 @@ def parallelize(
     seed: of the random numbers that forwards draw (dropout). They depend on it, the step and the microbatch, not on the
         plan. None: the seed that rank 0 last gave to torch.manual_seed.
     sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds". From it
-        tensor.rules "auto" also infers a plan for a model that carries none (see `engine.tensor_decision`). For that
-        alone, f(model) -> arguments that its forward takes by name, or None: `shardwise.hf.sample_for`, say.
+        tensor.rules "auto" also infers a plan for a model that carries none (see `engine.tensor_decision`).
     rows: the dim of batches' tensors that has their rows; {name or glob: dim} where they differ, None in it for a
         tensor that is for all rows. Names are the keys and positions that lead to a tensor: "inputs.0".
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
@@ -295,8 +294,7 @@ def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     # What an earlier plan has put around modules comes off: the model may run on the sample here.
     unwrap(model)
     if placement is None:
-        sample = None if callable(asked.sample) else asked.sample
-        placement = agree_on_placement(model, plan, asked.loss, sample, channel)
+        placement = agree_on_placement(model, plan, asked.loss, asked.sample, channel)
     units = units_of(model, inventory, plan, placement)
     if decision is None:
         decision = agree_on_tensor_plan(model, plan, channel, loss=asked.loss, sample=asked.sample)

@@ -10,7 +10,6 @@ need_packages()
 from shardwise.hf.engine_trainer import EngineTrainer  # noqa: E402 - an error in words comes first
 from shardwise.hf.plan_arguments import PlanArguments, Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 from shardwise.hf.trainers import PlanTaking, Seq2SeqTrainer, Trainer, trainer_class  # noqa: E402
-from shardwise.trainers.config_samples import sample_for  # noqa: E402
 
 __all__ = [
     "EngineTrainer",
@@ -20,6 +19,5 @@ __all__ = [
     "Seq2SeqTrainingArguments",
     "Trainer",
     "TrainingArguments",
-    "sample_for",
     "trainer_class",
 ]

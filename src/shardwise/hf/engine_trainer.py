@@ -38,7 +38,6 @@ from shardwise.hf.rank_batches import take_uneven_rounds
 from shardwise.hf.refusals import check_generation, check_overrides, generates
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
-from shardwise.trainers.config_samples import sample_for
 from shardwise.trainers.data_ranks import DataRanks
 
 _MOST_PENDING = 64
@@ -188,7 +187,6 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             loss_weight=lambda microbatch: 1.0,
             channel=self.channel,
             seed=self.args.seed,
-            sample=sample_for,
         )
         self.optimizer = self._sw_stepped = EngineOptimizer(optimizer)
         return engine

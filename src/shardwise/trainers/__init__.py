@@ -1,1 +1,1 @@
-"""What the Trainers of other libraries ask of ranks: `data_ranks`, `rank_calls`; and of models: `config_samples`."""
+"""What the Trainers of other libraries ask of a plan's ranks, under any of the adapters: `data_ranks`, `rank_calls`."""

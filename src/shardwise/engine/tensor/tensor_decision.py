@@ -52,7 +52,7 @@ class TensorDecision:
 def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | None) -> TensorDecision:
     """How `plan.tensor.rules` cut `model`, which is as it was built. Raises PlanError.
 
-    loss, sample: what a model that carries no plan is run on; f(model) may make the sample.
+    loss, sample: what a model that carries no plan is run on; None: inputs that its configuration says it takes.
     """
     rules = plan.tensor.rules
     assert rules is not None
@@ -77,10 +77,12 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
             "as engine.tensor_decision.inferred shows them for a smaller model of this kind"
         )
     device = next((each.device for each in tensors), torch.device("cpu"))
-    if sample is not None and not callable(sample):
+    if sample is not None:
         part = first_microbatch(sample, plan, device, loss.rows)
         return lambda: loss(part)
-    made = None if sample is None else sample(model)
+    from shardwise.engine.samples.config_samples import sample_for
+
+    made = sample_for(model)
     if made is None:
         raise PlanError(
             'tensor.rules: "auto" takes the plan that the model carries, and it carries none. To infer one shardwise '

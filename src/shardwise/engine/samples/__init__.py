@@ -1,0 +1,1 @@
+"""Samples that a model is run on, from the configurations of transformers."""
