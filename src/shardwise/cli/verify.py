@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.exit_verdicts import FAILED, errors_in_words, launched, place_here, set_threads
-from shardwise.comm.agreement import understood
 from shardwise.errors import in_words
 
 if TYPE_CHECKING:
@@ -100,6 +99,7 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     """Be one rank; the first one goes on alone when the run under the layout is done."""
     # The layout runs first and whole: the comparison then repeats each of its updates from the state that it had.
     from shardwise.comm import processes
+    from shardwise.comm.agreement import understood
     from shardwise.train import device_of
     from shardwise.train.verification.layout_run import run_layout
     from shardwise.train.verification.verifier import compare_with_one_process

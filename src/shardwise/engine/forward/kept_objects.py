@@ -24,7 +24,12 @@ from shardwise.engine.forward.inventory import holds_values
 from shardwise.engine.forward.layers import is_ours, package_of
 from shardwise.engine.forward.sharded_parameters import functions_of_metadata
 from shardwise.engine.forward.writes import form_of, holds_same, is_on_host, is_readable, is_small
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, forward_pre_hooks, tree_leaves
+from shardwise.engine.torch_private import (
+    HOOKS_OF_MODULES,
+    DisableTorchFunctionSubclass,
+    forward_pre_hooks,
+    tree_leaves,
+)
 from shardwise.errors import ModelError
 
 Kept = TypeVar("Kept")
@@ -33,8 +38,6 @@ _DEPTH = 6
 """So deep are objects in objects looked through: a module may hold the whole program (its trainer, say)."""
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
-
-_HOOKS = [key for key in _OF_EVERY_MODULE if key.endswith("_hooks")]
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
 
@@ -99,7 +102,11 @@ def contents_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """
     held = [each for module in modules for _, each in _attributes(module)]
     held += [
-        hook for module in modules for key in _HOOKS if (hooks := vars(module).get(key)) for hook in hooks.values()
+        hook
+        for module in modules
+        for key in HOOKS_OF_MODULES
+        if (hooks := vars(module).get(key))
+        for hook in hooks.values()
     ]
     undo: list[Callable[[], object]] = []
     for each in _reached(held, _is_left, {}):

@@ -397,7 +397,7 @@ def _end_in(answer: bytes) -> dict[str, Any]:
     if "failed" in said:
         of_form(said["failed"], str)
     elif said:
-        of_form([said["stored"], said["settings"]], tuple[dict[str, tuple[str, list[int]]], dict[str, Any]])
+        of_form([said["stored"], said["settings"]], tuple[str, dict[str, Any]])
     return said
 
 
