@@ -51,17 +51,6 @@ def test_every_call_is_listed_with_what_it_moved() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_what_is_sent_is_received(size: int) -> None:
-    ranks = record(size)
-    for operation in (None, "exchange", "all_gather", "reduce_scatter"):
-        sent = [rank.bytes_sent(operation) for rank in ranks]
-        assert sum(sent) == sum(rank.bytes_received(operation) for rank in ranks) > 0
-    assert [rank.bytes_sent("send") for rank in ranks] == [48] + [0] * (size - 1)
-    for rank in ranks:
-        assert rank.bytes_sent() == sum(call.bytes_sent for call in rank.calls)
-
-
 def test_parts_record_into_the_same_list_under_the_ranks_of_the_whole() -> None:
     def body(channel: Channel) -> list[tuple[str, tuple[int, ...]]]:
         recorded = Recorded(channel)
