@@ -13,7 +13,7 @@ from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import PATIENCE_SECONDS, boards, on_threads, tcp_pair
+from tests.comm.boards import PATIENCE_SECONDS, boards, on_threads, tcp_pair, until_no_thread_has
 
 kinds = pytest.mark.parametrize("remote", [(), (0, 1)], ids=["shared", "bytes"])
 LARGE = 40 << 20
@@ -83,11 +83,7 @@ def test_no_descriptor_of_memory_or_thread_is_kept_by_a_closed_channel(remote: t
         channel.all_gather(output, output[: LARGE // 2].clone(), purpose="bulk").wait()
 
     on_threads(2, body, remote=remote)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    names = ("shardwise flusher", "shardwise gloo pair")
-    while any(thread.name in names for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until_no_thread_has("shardwise flusher", "shardwise gloo pair")
 
 
 @kinds

@@ -1,4 +1,4 @@
-"""Ranks and whole hosts that are killed: the program that is started again goes on from memory, with the same bits.
+"""Whole hosts that are killed: the program that is started again goes on from memory, with the same bits.
 
 Hosts are names here, each with a keeper of its own; the one of a lost host is killed with its ranks.
 """
@@ -18,7 +18,10 @@ from shardwise.comm import Channel
 from shardwise.comm.own_host import OwnHost
 from shardwise.errors import PeerError
 from tests.checkpoint.small_states import same
+from tests.engine.loops import plan_of, rows
+from tests.engine.tower import engine_on
 from tests.keepers.kept import Kept
+from tests.oracle.program import adamw
 from tests.processes.pool import Pool, Transport
 
 STEPS = 8
@@ -29,35 +32,22 @@ Trained = tuple[int, dict[str, torch.Tensor]]
 
 
 def engine_of(channel: Channel) -> sw.Engine:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    return sw.parallelize(
-        model,
-        sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), precision=sw.Precision(compute="bfloat16")),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        loss=lambda output, batch: (output.float() - batch["y"]).square().mean(),
-        channel=channel,
-    )
+    return engine_on(channel, plan_of(f"dp_shard={channel.size}", compute="bfloat16"), adamw)
 
 
 def train(engine: sw.Engine, step: int, rank: int) -> None:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-    engine.step({"input": x, "y": x.sum(1, keepdim=True)})
+    engine.step(rows(10 * step + rank))
 
 
 def state_of(engine: sw.Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in sw.full(engine)}
 
 
-def uninterrupted(size: int, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    def run(channel: Channel) -> dict[str, torch.Tensor]:
-        engine = engine_of(channel)
-        for step in range(steps):
-            train(engine, step, channel.rank)
-        return state_of(engine)
-
-    state: dict[str, torch.Tensor] = sw.simulate(size, run)[0]
-    return state
+def uninterrupted(channel: Channel, steps: int) -> dict[str, torch.Tensor]:
+    engine = engine_of(channel)
+    for step in range(steps):
+        train(engine, step, channel.rank)
+    return state_of(engine)
 
 
 @contextlib.contextmanager
@@ -68,16 +58,15 @@ def on_host(name: str) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def killed(channel: Channel, path: str, hosts: Sequence[str], victims: Sequence[int], when: str) -> None:
-    """Train with replicas until the victims are killed; with "host" their keeper goes first.
+def killed(channel: Channel, path: str, hosts: Sequence[str], when: str) -> None:
+    """Train with replicas until the ranks of host A are killed, and its keeper first.
 
     "copy": in the middle of the copy of step 4. Else: in step 5, when that copy is whole.
     """
-    is_victim = channel.rank in victims
+    is_victim = hosts[channel.rank] == "A"
 
     def kill() -> None:
-        if "host" in when:
-            kept.kill()
+        kept.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
     class Dying(keeper_store.KeeperWriter):
@@ -119,23 +108,21 @@ def started_again(channel: Channel, path: str, hosts: Sequence[str], steps: int)
 
 
 @pytest.mark.parametrize(
-    ("victims", "when", "again", "begin"),
+    ("when", "again", "begin"),
     [
-        ([1], "rank", "AAB", 5),  # the copy of step 4 was whole
-        ([0, 1], "host", "CCB", 5),  # rank 0's host, which has the manifest, is lost and replaced
-        ([0, 1], "host in a copy", "B", 3),  # the copy of step 4 is torn, that of step 2 is whole; no other host comes
+        ("host", "CCB", 5),  # rank 0's host, which has the manifest, is lost and replaced
+        ("host in a copy", "B", 3),  # the copy of step 4 is torn, that of step 2 is whole; no other host comes
     ],
 )
-def test_a_program_goes_on_from_memory_after_ranks_or_a_host_were_killed(
-    victims: list[int], when: str, again: str, begin: int, pool: Pool, tmp_path: Path
+def test_a_program_goes_on_from_memory_after_a_host_was_killed(
+    when: str, again: str, begin: int, pool: Pool, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "saves")
     kept = Kept(path, ["A", "B", "C"])
-    arguments = (path, list("AAB"), victims, when)
-    pool.run(3, killed, *arguments, transport=IMPATIENT, lost=victims)
+    pool.run(3, killed, path, list("AAB"), when, transport=IMPATIENT, lost=[0, 1])
     steps = STEPS if len(again) == 3 else begin
     results = pool.run(len(again), started_again, path, list(again), steps, transport=IMPATIENT)
-    expected = uninterrupted(3, steps)
+    expected = sw.simulate(3, lambda channel: uninterrupted(channel, steps))[0]
     for began, state in results:
         assert began == begin
         assert same(state, expected)
