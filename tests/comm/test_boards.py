@@ -160,6 +160,23 @@ def test_what_a_rank_does_not_want_that_has_closed_disturbs_no_other(
     other.close()
 
 
+def waits_of_a_gather(channel: ProcessChannel) -> dict[int, float]:
+    output = torch.empty(3)
+    channel.exchange(b"", purpose="start")
+    channel.board.tally.open()
+    if channel.rank == 1:
+        time.sleep(1.0)
+    channel.all_gather(output, output[:1].clone(), purpose="weights").wait()
+    return channel.board.tally.take().waited
+
+
+def test_a_wait_for_a_transfer_counts_for_the_rank_that_came_last() -> None:
+    first, _, last = on_threads(3, waits_of_a_gather)
+    for waited in (first, last):
+        assert max(waited, key=waited.__getitem__) == 1
+        assert waited[1] > 0.5
+
+
 def test_closing_twice_is_harmless_and_calls_after_it_are_refused() -> None:
     def body(channel: ProcessChannel) -> None:
         channel.exchange(b"", purpose="before")
