@@ -1,4 +1,4 @@
-"""`shardwise train` in this process: exit codes, one paragraph of error, devices, threads, examples."""
+"""`shardwise train` in this process: devices, threads, examples."""
 
 import json
 import math

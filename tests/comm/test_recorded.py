@@ -44,10 +44,8 @@ def test_every_call_is_listed_with_what_it_moved() -> None:
         )
 
     recorded = record(3)[1]
-    assert (recorded.bytes_sent("all_gather"), recorded.bytes_received("receive"), recorded.bytes_received()) == (
-        *(16, 48),
-        2 + 16 + 8 + 48,
-    )
+    totals = recorded.bytes_sent("all_gather"), recorded.bytes_received("receive"), recorded.bytes_received()
+    assert totals == (16, 48, 2 + 16 + 8 + 48)
     assert recorded.calls == [
         call("exchange", "lengths", torch.uint8, 0, 1, 2, sent=2 * 1, received=2, peers=(0, 2)),
         call("all_gather", "parameters", torch.float32, 1, 2, 3, sent=2 * (2 * 4), received=(1 + 3) * 4, peers=(0, 2)),
