@@ -10,6 +10,7 @@ import pytest
 import shardwise as sw
 from docs.fill import MACRO, _cells, committed, filled
 from shardwise.words import GLOSSARY
+from tests.forks.programs import started
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,6 +25,17 @@ def test_every_program_of_the_page_runs(page: Path) -> None:
     names: dict[str, object] = {"__name__": page.stem}
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.processes
+def test_the_program_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(python_blocks(PAGES[0])[0] + "\nprint('learnt' if min(alone[-3:]) < alone[0] else 'not learnt')\n")
+    agent = "import sys; from torch.distributed.run import main; main(sys.argv[1:])"
+    with started(["-c", agent, "--standalone", "--nproc-per-node", "2", str(file)]) as torchrun:
+        out, err = torchrun.communicate(timeout=100)
+        assert torchrun.wait(timeout=0) == 0, err
+    assert (out.count("learnt"), out.count("not")) == (2, 0)  # ranks may write into one line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,9 +1,6 @@
 """A run of the command line that takes no time: its net, which fails where a test asks for it, and its files."""
 
-import shutil
 from pathlib import Path
-
-from shardwise import checkpoint
 
 NET = """
 import os
@@ -83,13 +80,3 @@ def written(folder: Path, tables: str, *, model: str = MODEL, net: str = NET) ->
 def words(config: Path, *more: str, output: Path | None = None) -> list[str]:
     """The command line that trains it."""
     return ["train", str(config), "--set", f"train.output={output or config.parent / 'out'}", *more]
-
-
-def back_at(step: int, uninterrupted: Path, config: Path) -> Path:
-    """The output of a run that was killed some time after it had saved `step`; returns its saves."""
-    shutil.copytree(uninterrupted, config.parent / "out")
-    saves = config.parent / "out" / "checkpoints"
-    for folder in sorted(saves.iterdir()):
-        if (checkpoint.open(folder).step or 0) > step:
-            shutil.rmtree(folder)
-    return saves

@@ -1,7 +1,10 @@
 """Process channels whose ranks are threads of this process: every byte goes through sockets and slots all the same."""
 
+import contextlib
+import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -24,6 +27,26 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
 """For what must come, however busy the machine is."""
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def until_no_thread_has(*names: str) -> None:
+    until(lambda: not any(thread.name in names for thread in threading.enumerate()))
+
+
+def shared_descriptors() -> list[str]:
+    """The descriptors of this process that keep shared memory alive."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if "memfd:shardwise" in link]
 
 
 Sent = Counter[tuple[int, int]]

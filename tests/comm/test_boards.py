@@ -13,7 +13,7 @@ from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import PATIENCE_SECONDS, boards, on_threads, tcp_pair
+from tests.comm.boards import PATIENCE_SECONDS, boards, on_threads, tcp_pair, until_no_thread_has
 
 kinds = pytest.mark.parametrize("remote", [(), (0, 1)], ids=["shared", "bytes"])
 LARGE = 40 << 20
@@ -83,11 +83,7 @@ def test_no_descriptor_of_memory_or_thread_is_kept_by_a_closed_channel(remote: t
         channel.all_gather(output, output[: LARGE // 2].clone(), purpose="bulk").wait()
 
     on_threads(2, body, remote=remote)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    names = ("shardwise flusher", "shardwise gloo pair")
-    while any(thread.name in names for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until_no_thread_has("shardwise flusher", "shardwise gloo pair")
 
 
 @kinds
@@ -162,6 +158,23 @@ def test_what_a_rank_does_not_want_that_has_closed_disturbs_no_other(
     other.receive(got[:1], 1, purpose="for the other").wait()
     sender.close()
     other.close()
+
+
+def waits_of_a_gather(channel: ProcessChannel) -> dict[int, float]:
+    output = torch.empty(3)
+    channel.exchange(b"", purpose="start")
+    channel.board.tally.open()
+    if channel.rank == 1:
+        time.sleep(1.0)
+    channel.all_gather(output, output[:1].clone(), purpose="weights").wait()
+    return channel.board.tally.take().waited
+
+
+def test_a_wait_for_a_transfer_counts_for_the_rank_that_came_last() -> None:
+    first, _, last = on_threads(3, waits_of_a_gather)
+    for waited in (first, last):
+        assert max(waited, key=waited.__getitem__) == 1
+        assert waited[1] > 0.5
 
 
 def test_closing_twice_is_harmless_and_calls_after_it_are_refused() -> None:

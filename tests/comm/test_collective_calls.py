@@ -16,6 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 import shardwise as sw
 from shardwise.errors import CollectivesWarning, ModelError
+from tests.engine.loops import begun, mean_square, plan_of, rows
 
 Does = Callable[[torch.Tensor], torch.Tensor]
 OWN: list[Any] = []
@@ -60,23 +61,17 @@ class Net(nn.Module):
 
 
 PLANS = {
-    "data": sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"first": "colwise_gather_output"})),
-    "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
+    "data": plan_of("dp_shard=2"),
+    "tp": plan_of("tp=2", rules={"first": "colwise_gather_output"}),
+    "pp": plan_of("pp=2"),
 }
 
 
 def train(channel: sw.Channel, plan: str, does: Does, *, in_loss: bool) -> None:
-    torch.manual_seed(0)
-    engine = sw.parallelize(
-        Net(same if in_loss else does),
-        PLANS[plan],
-        optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
-        loss=lambda output, _: (does if in_loss else same)(output).square().mean(),
-        channel=channel,
-    )
-    for _ in range(2):
-        engine.step({"x": torch.randn(4, 4)})
+    in_forward, at_end = (same, does) if in_loss else (does, same)
+    engine = begun(channel, lambda: Net(in_forward), PLANS[plan], loss=lambda output, _: mean_square(at_end(output)))
+    for seed in range(2):
+        engine.step(rows(seed, count=4))
 
 
 @pytest.mark.parametrize("in_loss", [False, True], ids=["forward", "loss"])

@@ -1,8 +1,5 @@
 """The pairs of gloo between ranks of other hosts: what is told when gloo has no way, and what a fault leaves alone."""
 
-import threading
-import time
-
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -12,7 +9,7 @@ from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.comm.processes import ProcessChannel
 from shardwise.errors import PeerError
-from tests.comm.boards import PATIENCE_SECONDS, on_threads
+from tests.comm.boards import on_threads, until_no_thread_has
 
 LARGE = INLINE_BYTES_BETWEEN_HOSTS + 1
 
@@ -51,7 +48,4 @@ def test_a_rank_that_never_connects_keeps_no_thread_of_a_closed_channel() -> Non
     pairs.pair(1, lambda: "127.0.0.1").send(torch.zeros(LARGE, dtype=torch.uint8))
     pairs.close()
     pairs.close()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while any(thread.name == "shardwise gloo pair" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until_no_thread_has("shardwise gloo pair")

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import gc
 import json
-import os
 import random
 import resource
 import socket
@@ -38,6 +37,7 @@ from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import SharedSegment
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import CallMismatchError, PeerError
+from tests.comm.boards import shared_descriptors
 from tests.comm.hostile import mutated
 
 SLOT_BYTES = 32 << 10
@@ -204,22 +204,13 @@ def rounds(num_frames: int) -> collections.Counter[str]:
 @pytest.mark.parametrize("num_frames", [2_000, pytest.param(20_000, marks=pytest.mark.stress)])
 def test_a_rank_survives_any_frames_within_bounded_memory(num_frames: int) -> None:
     gc.collect()
-    before = num_shared()
+    before = len(shared_descriptors())
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reasons = rounds(num_frames)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 << 10
     assert all(reasons[each] for each in REASONS[:2])
     gc.collect()  # errors hold their frames
-    assert num_shared() <= before
-
-
-def num_shared() -> int:
-    """The descriptors and mappings of this process that keep shared memory alive."""
-    names = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists
-            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sum("memfd:shardwise" in name for name in names)
+    assert len(shared_descriptors()) <= before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Frames over real sockets: whole on arrival however they were cut, in order, with their descriptors."""
 
-import contextlib
 import os
 import socket
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from shardwise.comm.frames import HEADER_BYTES, FrameKind, Header, frame
 from shardwise.comm.links import READ_BYTES, PeerLink
 from shardwise.comm.shared_memory import SharedSegment, map_segment
+from tests.comm.boards import shared_descriptors
 from tests.properties import tried
 
 Arrived = list[tuple[int, int, bytes]]
@@ -20,15 +20,6 @@ Arrived = list[tuple[int, int, bytes]]
 def pair() -> tuple[PeerLink, PeerLink]:
     one, other = socket.socketpair()
     return PeerLink(one, rank=1, local=True), PeerLink(other, rank=0, local=True)
-
-
-def shared_descriptors() -> list[str]:
-    """The descriptors of this process that keep shared memory alive."""
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return [link for link in links if "memfd:shardwise" in link]
 
 
 def drain(sender: PeerLink, receiver: PeerLink, count: int) -> Arrived:

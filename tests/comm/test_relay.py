@@ -4,7 +4,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -17,16 +17,9 @@ from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.relay import Relay
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import PATIENCE_SECONDS, Sent, count_chunks, on_threads, relayed_boards, tcp_pair
+from tests.comm.boards import PATIENCE_SECONDS, Sent, count_chunks, on_threads, relayed_boards, tcp_pair, until
 
 RANKS_OF_A_HOST = 4
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def sockets_of(board: Switchboard) -> tuple[int, int]:

@@ -55,16 +55,18 @@ def test_every_rank_is_told_of_a_rank_that_calls_something_else_wherever_it_is_i
         assert text.count("exchange for 'apples'") == 1
 
 
-def waits_of_an_exchange(channel: ProcessChannel) -> list[int]:
+def waits_of_an_exchange(channel: ProcessChannel) -> dict[int, float]:
     channel.exchange(b"", purpose="start")
     channel.board.tally.open()
     channel.exchange(b"", purpose="figures")
-    return list(channel.board.tally.take().waited)
+    return channel.board.tally.take().waited
 
 
 def test_the_waits_of_all_ranks_count_for_the_one_that_came_last_and_not_for_neighbours_that_wait_too() -> None:
-    named = on_threads(8, waits_of_an_exchange, remote=(5, 6))
+    waits = on_threads(8, waits_of_an_exchange, remote=(5, 6))
+    named = [list(each) for each in waits]
     assert all(len(ranks) == 1 for ranks in named)
+    assert all(seconds > 0 for each in waits for seconds in each.values())
     # All but that rank, which waits for nothing but the way of the values.
     (others,) = (
         {ranks[0] for rank, ranks in enumerate(named) if rank != last}

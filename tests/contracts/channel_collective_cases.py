@@ -30,17 +30,10 @@ def a_channel_knows_its_place(channel: Channel) -> None:
 
 
 @case
-def all_gather_joins_equal_parts_in_rank_order(channel: Channel) -> None:
+def all_gather_joins_parts_in_rank_order(channel: Channel) -> None:
     for dtype in GATHERED:
-        output = full(channel, 7 * channel.size, dtype)
-        channel.all_gather(output, given(channel, 7, dtype), purpose=f"equal parts of {dtype}").wait()
-        assert_same_bits(output, torch.cat([values(rank, 7, dtype) for rank in range(channel.size)]))
-
-
-@case
-def all_gather_joins_uneven_parts(channel: Channel) -> None:
-    for dtype in GATHERED:
-        gather_and_check(channel, uneven(channel), dtype, f"uneven parts of {dtype}")
+        for counts in ([7] * channel.size, uneven(channel)):
+            gather_and_check(channel, counts, dtype, f"parts of {counts} {dtype}")
 
 
 @case
@@ -143,18 +136,8 @@ def one_rank_may_give_everything(channel: Channel) -> None:
 @case
 def reduce_scatter_sums_in_rank_order(channel: Channel) -> None:
     for dtype in SUMMED:
-        output = full(channel, 7, dtype)
-        channel.reduce_scatter(
-            output, given(channel, 7 * channel.size, dtype), purpose=f"equal parts of {dtype}"
-        ).wait()
-        inputs = [values(rank, 7 * channel.size, dtype) for rank in range(channel.size)]
-        assert_sum(channel, output, inputs, [7] * channel.size)
-
-
-@case
-def reduce_scatter_sums_uneven_parts(channel: Channel) -> None:
-    for dtype in SUMMED:
-        reduce_and_check(channel, uneven(channel), dtype, dtype, f"uneven parts of {dtype}")
+        for counts in ([7] * channel.size, uneven(channel)):
+            reduce_and_check(channel, counts, dtype, dtype, f"sums of {counts} {dtype}")
 
 
 @case

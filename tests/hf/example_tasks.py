@@ -17,7 +17,6 @@ from tests.hf.tiny_trainers import Make
 
 _WORDS = ["[PAD]", "[MASK]", "[EOS]", *(f"w{n}" for n in range(29))]
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 32}
-_BERT = _SIZES | {"vocab_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @cache
@@ -120,21 +119,9 @@ def image_classification() -> Make:
     return task(build, rows, lambda model: collate, _right, remove_unused_columns=False)
 
 
-def token_classification() -> Make:
-    """run_ner.py: rows of unlike length, whose logits are padded when they are gathered."""
-    config = transformers.BertConfig(max_position_embeddings=16, num_labels=3, **_BERT)
-    return task(
-        lambda: transformers.BertForTokenClassification(config),
-        [{"input_ids": tokens, "labels": [token % 3 for token in tokens]} for tokens in _sentences()],
-        lambda model: transformers.DataCollatorForTokenClassification(tokenizer()),
-        _right,
-    )
-
-
 TASKS: dict[str, tuple[Make, str]] = {
     "run_translation.py": (sequence_to_sequence(), "tp"),
     "run_translation.py, cut": (sequence_to_sequence(), "stage 3"),
     "run_image_classification.py": (image_classification(), "pp"),
-    "run_ner.py": (token_classification(), "stage 3"),
 }
 """Each with the plan under which it is tried."""

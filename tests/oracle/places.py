@@ -71,21 +71,20 @@ class Processes:
 
     pool: Any
     transport: Any = None
-    between: bool = False
 
     def __call__(self, program: Program, plan: sw.Plan) -> Sequence[OfRank]:
         assert program.name, "a program of the table"
         ranks: Sequence[OfRank] = self.pool.run(
-            plan.mesh.size, train_named, program.name, plan.text(), self.between, transport=self.transport
+            plan.mesh.size, train_named, program.name, plan.text(), transport=self.transport
         )
         return ranks
 
 
-def train_named(channel: sw.Channel, name: str, plan: str, between: bool) -> OfRank:
+def train_named(channel: sw.Channel, name: str, plan: str) -> OfRank:
     """`train_on` for a process of its own."""
     from tests.oracle.programs import program_named
 
-    return train_on(channel, program_named(name), sw.Plan.parse(plan), between=between)
+    return train_on(channel, program_named(name), sw.Plan.parse(plan))
 
 
 def train(program: Program, plan: sw.Plan, place: Place = simulated) -> Trained:

@@ -1,7 +1,6 @@
 """Checkpoints of several systems become folders from which FSDP2 and torch's loader go on with the same losses."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,41 +50,12 @@ def go_on(channel: Channel, program: str, folder: Path, flatten: bool) -> list[f
     return losses
 
 
-def trained_engine(channel: sw.Channel, folder: Path) -> list[float]:
-    """A save of an engine of two stages and a scale for losses, and the losses after it."""
-
-    def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2)
-
-    engine = sw.parallelize(
-        small.make_model(),
-        sw.Plan(mesh=sw.Mesh(pp=2)),
-        optimizer=adamw,
-        loss=lambda output, rows: small.loss_of(output, rows["y"]),
-        channel=channel,
-    )
-
-    def update(number: int) -> float:
-        x, y = small.batch(number)
-        return engine.step({"input": x, "y": y}).loss
-
-    for number in range(small.SAVED_AT):
-        update(number)
-    sw.save(folder, engine, extra={"step": small.SAVED_AT})
-    return [update(number) for number in small.LATER]
-
-
-@pytest.mark.parametrize(
-    ("source", "flatten"), [("engine", False), ("engine", True), ("lightning.ckpt", True), ("z2-fp32-2", False)]
-)
+@pytest.mark.parametrize(("source", "flatten"), [("lightning.ckpt", True), ("z2-fp32-2", False)])
 def test_fsdp2_goes_on_with_the_losses_of_the_system_that_saved(
     pool: Pool, tmp_path: Path, source: str, flatten: bool
 ) -> None:
     rewrite, program = None, "small"
-    if source == "engine":
-        expected = sw.simulate(2, lambda channel: trained_engine(channel, tmp_path / "saved"))[0]
-        place = tmp_path / "saved"
-    elif source == "lightning.ckpt":
+    if source == "lightning.ckpt":
         place, expected = FILES / "foreign_files" / source, LOSSES[source]
         rewrite = sw.Rewrite("net.$PART.weight -> $PART.weight\nnet.$PART.bias -> $PART.bias")
     else:

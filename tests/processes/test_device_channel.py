@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -22,9 +23,6 @@ from shardwise.testing.library import compiler
 from tests.contracts.channel_cases import run_case
 from tests.contracts.channel_fault_cases import refuse_message
 from tests.contracts.channel_oracles import assert_same_bits, gather_and_check, given, part_of, values
-from tests.oracle.places import data_share
-from tests.oracle.program import plan_of
-from tests.oracle.programs import PROGRAMS
 from tests.processes.pool import STRICT_DEVICE, Pool, Transport
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
@@ -110,61 +108,34 @@ def bytes_of_sums() -> int:
     return sent.get("ALLTOALL", 0) + sent.get("REDUCE_SCATTER", 0)
 
 
-def sums_of_gradients(channel: Channel, mesh: str, stage: int, k: int) -> tuple[int, int, int]:
-    """Bytes of gradients that a step has given to the library, those recorded and those planned."""
-    program, recorded = PROGRAMS["words"], sw.Recorded(channel)
-    plan = plan_of(program, mesh, stage=stage, k=k, owners="dp_shard", precision=sw.Precision(compute="bfloat16"))
-    engine = program.engine(plan, recorded)
-    before = 0
-    for batch in program.batches[:2]:
-        torch.accelerator.synchronize()
-        before = bytes_of_sums()
-        recorded.clear()
-        engine.step(data_share(batch, plan.mesh, channel.rank))
-    torch.accelerator.synchronize()
-    # Sums over replicas are gathered too, which is no part of what is added.
-    planned = engine.traffic(microbatches=k).reduce_bytes - sum(
-        call.bytes_sent
-        for call in recorded.calls
-        if call.operation == "all_gather" and call.purpose.startswith("gradients")
-    )
-    return bytes_of_sums() - before, recorded.bytes_sent("reduce_scatter"), planned
-
-
-@pytest.mark.parametrize(("mesh", "stage", "k"), [("dp_replicate=2,dp_shard=2", 1, 2), ("dp_shard=3", 2, 2)])
-def test_gradients_travel_in_their_own_dtype(pool: Pool, mesh: str, stage: int, k: int) -> None:
-    for sent, recorded, planned in pool.run(
-        sw.Mesh.parse(mesh).size, sums_of_gradients, mesh, stage, k, transport=STRICT_DEVICE
-    ):
-        assert sent == recorded == planned > 0
-
-
 SUMS = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.complex64, torch.complex64)]
 
 
-def sums_of_backend(channel: Channel) -> list[tuple[torch.Tensor, int]]:
-    """Sums by the library, each with the bytes given to it."""
+def sums_with_bytes(channel: Channel, by: Literal["exact", "backend"]) -> list[tuple[torch.Tensor, int]]:
+    """Each with the bytes given to the library."""
     assert isinstance(channel, DeviceChannel)
-    asked = channel.summing("backend")
+    asked = channel.summing(by)
     assert asked.over(range(channel.size)) is asked
     found = []
     for own, total in SUMS:
         for counts in ([5] * channel.size, [3 * rank for rank in range(channel.size)]):
             output = torch.empty(counts[channel.rank], dtype=total, device=channel.device)
             before = bytes_of_sums()
-            asked.reduce_scatter(output, given(asked, sum(counts), own), purpose="by the library", counts=counts).wait()
+            asked.reduce_scatter(output, given(asked, sum(counts), own), purpose="sums", counts=counts).wait()
             found.append((output.cpu(), bytes_of_sums() - before))
     return found
 
 
-def test_sums_that_are_left_to_the_library_are_in_the_dtype_that_travels(pool: Pool) -> None:
+@pytest.mark.parametrize("by", ["exact", "backend"])
+def test_all_sums_travel_in_their_own_dtype_and_those_of_the_library_are_added_in_it(pool: Pool, by: str) -> None:
     size = 3
-    for rank, found in enumerate(pool.run(size, sums_of_backend, transport=STRICT_DEVICE)):
+    for rank, found in enumerate(pool.run(size, sums_with_bytes, by, transport=STRICT_DEVICE)):
         for own, total in SUMS:
             for counts in ([5] * size, [3 * each for each in range(size)]):
                 terms = [part_of(values(each, sum(counts), own), counts, rank) for each in range(size)]
                 output, sent = found.pop(0)
-                assert_same_bits(output, (terms[0] + terms[1] + terms[2]).to(total))
+                added = [each.to(total if by == "exact" else own) for each in terms]
+                assert_same_bits(output, (added[0] + added[1] + added[2]).to(total))
                 assert sent == (sum(counts) - counts[rank]) * own.itemsize
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import shardwise as sw
 from shardwise.checkpoint import TorchState
 from shardwise.comm import Channel
 from shardwise.space import Piece, check_cover
@@ -118,3 +119,13 @@ def test_models_under_fsdp2_and_ddp_take_over_each_others_state(pool: Pool) -> N
             went_on, resumed = result["losses"]
             assert source != target or went_on == resumed
         assert set(results[0]["wanted"]) | set(results[1]["wanted"]) == set(names)
+
+
+def full_of_dtensors(channel: Channel) -> bool:
+    plain, cut = (build(how, seed=0).state_dict() for how in ("plain", "fsdp2"))
+    full = dict(sw.full(cut, channel=channel))
+    return full.keys() == plain.keys() and all(torch.equal(full[name], value) for name, value in plain.items())
+
+
+def test_dtensors_of_fsdp2_are_given_as_whole_tensors(pool: Pool) -> None:
+    assert pool.run(2, full_of_dtensors) == [True, True]

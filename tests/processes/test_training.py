@@ -1,6 +1,4 @@
-"""Programs train over real processes to the bits of one process, over every transport; also through a relayout."""
-
-from typing import Any
+"""Programs train over real processes to the bits of one process, over every transport."""
 
 import pytest
 import torch
@@ -8,14 +6,14 @@ import torch
 import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.comm.processes import ProcessChannel
-from shardwise.errors import CallMismatchError, ModelError
+from shardwise.errors import CallMismatchError
 from shardwise.testing import strict
 from tests.engine.matrix_optimizers import deep
 from tests.oracle.batches import share_of
 from tests.oracle.by_other_ways import swapping
-from tests.oracle.comparison import assert_same, assert_trains_like_one_process
+from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.layouts import LAYOUTS
-from tests.oracle.places import Processes, data_share, train
+from tests.oracle.places import Processes, data_share
 from tests.oracle.program import plan_of
 from tests.oracle.programs import PROGRAMS, on_words
 from tests.processes.pool import SHARED_MEMORY, STRICT_DEVICE, TCP, Pool, RankError, Transport
@@ -45,43 +43,6 @@ TRANSPORTS = {"shared": SHARED_MEMORY, "tcp": TCP, "strict devices": STRICT_DEVI
 def test_a_program_trains_in_processes_like_in_one(pool: Pool, program: str, layout: str, transport: str) -> None:
     plan = plan_of(PROGRAMS[program], **LAYOUTS[layout])
     assert_trains_like_one_process(PROGRAMS[program], plan, Processes(pool, TRANSPORTS[transport]))
-
-
-@pytest.mark.parametrize(("layout", "transport"), [("bfloat16, stage 3", "shared"), ("stages x stage 3", "tcp")])
-def test_averages_evaluations_and_predictions_between_updates_change_no_bit(
-    pool: Pool, layout: str, transport: str
-) -> None:
-    program = PROGRAMS["units checkpointed"]
-    plan = plan_of(program, **LAYOUTS[layout], average=sw.Average(decay=0.5))
-    assert_same(train(program, plan, Processes(pool, TRANSPORTS[transport], between=True)), train(program, plan))
-
-
-ROUND = ["pp=2,tp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
-
-
-def move(channel: Channel) -> tuple[list[float], list[dict[sw.Piece, torch.Tensor]]]:
-    """One update under each layout; the state after each move."""
-    program = PROGRAMS["decoder with dropout"]
-    losses: list[float] = []
-    states = []
-    engine: Any = None
-    for stage, (mesh, batch) in enumerate(zip(ROUND, program.batches, strict=False)):
-        plan = plan_of(program, mesh, stage=stage if "dp" in mesh else 1, k=2)
-        before, engine = engine, program.engine(plan, channel, seed=3) if engine is None else sw.relayout(engine, plan)
-        if before is not None:
-            with pytest.raises(ModelError):
-                before.step(batch)
-        states.append({piece: tensor.clone() for piece, tensor in engine.state().items()})
-        losses.append(engine.step(data_share(batch, plan.mesh, channel.rank)).loss)
-    return losses, states
-
-
-def test_a_relayout_between_processes_is_that_of_simulated_ranks(pool: Pool) -> None:
-    for (losses, states), (wanted, others) in zip(pool.run(4, move), sw.simulate(4, move), strict=True):
-        assert losses == wanted
-        for state, other in zip(states, others, strict=True):
-            assert state.keys() == other.keys()
-            assert all(torch.equal(tensor, other[piece]) for piece, tensor in state.items())
 
 
 def staged_slots(channel: Channel) -> int:

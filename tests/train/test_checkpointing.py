@@ -19,7 +19,7 @@ from shardwise.train.references import resolve
 from tests.contracts.object_file_system import ObjectFileSystem
 from tests.refusals import Refusals
 from tests.train.row_kinds import run_of
-from tests.train.runs import PLAIN, Finished, finished, laid_out, plain_losses, small_run, without_times
+from tests.train.runs import PLAIN, finished, laid_out, plain_losses, small_run, without_times
 
 SAVES = (
     *("train.steps=6", "checkpoint.every=2", "model.loss=net.py:stops"),
@@ -70,32 +70,6 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been_bit_for_bit(tmp_pa
     assert [line["step"] for line in resumed.metrics] == list(range(1, 7))
     assert resumed.printed.splitlines()[-1] == expected.printed.splitlines()[-1]
     assert not checkpoint.diff(whole.saves, parts.saves).tensors
-
-
-MOVES = [
-    (["mesh.pp=2", "mesh.dp_shard=2"], ["mesh.dp_replicate=2"]),
-    (["mesh.tp=2", "mesh.pp=2", TP], ["mesh.dp_shard=2", "sharding.stage=3"]),
-    (["mesh.pp=2"], ["mesh.pp=3"]),
-]
-
-
-@pytest.fixture(scope="module")
-def through(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The run of one process that nobody stops."""
-    return finished(small_run(tmp_path_factory.mktemp("through"), *SAVES, NOISY))
-
-
-@pytest.mark.parametrize(("before", "after"), MOVES, ids=str)
-def test_a_run_goes_on_under_another_layout_with_the_same_dropout(
-    tmp_path: Path, through: Finished, before: list[str], after: list[str]
-) -> None:
-    stopped(laid_out(tmp_path, *SAVES, NOISY, *before))
-    resumed = finished(laid_out(tmp_path, *SAVES, NOISY, *after), resume="auto")
-    for curve in ("loss", "grad_norm", "held_out_loss", "learning_rate"):
-        assert resumed.curve(curve) == pytest.approx(through.curve(curve), rel=1e-4)
-    assert "seeded anew" not in resumed.printed
-    if all(not each or each.startswith("mesh.pp") for each in (*before, *after)):
-        assert without_times(resumed.metrics) == without_times(through.metrics), "stages change no bit"
 
 
 def test_what_an_optimizer_draws_begins_anew_under_another_mesh_and_a_line_says_so(tmp_path: Path) -> None:

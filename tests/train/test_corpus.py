@@ -1,4 +1,4 @@
-"""Text, its split, and the loss of counting tokens."""
+"""Text, its split and that of samples, and the loss of counting tokens."""
 
 import math
 from collections import Counter
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from shardwise.errors import DataError
 from shardwise.train.corpus import Corpus, SampleOrder, evaluation_rows, frequency_loss, read_corpus, split
 from shardwise.train.data_settings import DataTable
+from shardwise.train.held_out_split import HeldOutSamples, TrainingSamples
 from tests.properties import tried
 from tests.refusals import Refusals
 
@@ -40,6 +41,21 @@ def test_training_and_held_out_tokens_are_all_tokens_once(num_tokens: int, fract
     assert training.tolist() == sorted(training)
     assert held_out.shape == (int(num_tokens * fraction) // window, window)
     assert all((np.diff(row) == 1).all() for row in held_out)
+
+
+@tried(60)
+@given(size=st.integers(1, 200), fraction=st.floats(0.01, 0.9))
+def test_each_sample_is_held_out_or_trained_on_and_never_both(size: int, fraction: float) -> None:
+    try:
+        held_out_samples, training = HeldOutSamples([*range(size)], fraction), TrainingSamples([*range(size)], fraction)
+    except DataError:
+        assert not 0 < int(size * fraction) < size
+        return
+    held_out, trained = ([side[at] for at in range(len(side))] for side in (held_out_samples, training))
+    assert len(held_out) == int(size * fraction)
+    assert sorted([*held_out, *trained]) == [*range(size)]
+    assert trained == sorted(trained)
+    assert training.__getitems__([0]) == trained[:1]
 
 
 def test_held_out_blocks_are_spread_over_the_whole_text() -> None:

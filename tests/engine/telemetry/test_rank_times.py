@@ -101,6 +101,7 @@ def test_the_slow_rank_computes_what_the_others_wait_for(name: str, slow: int) -
         assert [each.compute_s for each in ranks] == expected
         assert ranks[slow].waiting_s == 0.0
         assert slowest(ranks) == (slow,)
+        assert all(each.peak_bytes > 1 << 20 for each in ranks)  # of this process
     # What is left of the last step comes after its close. Until then each rank has waited for the slow one alone.
     for rank in range(size):
         if rank != slow:
