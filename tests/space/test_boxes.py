@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.space import Box
-from shardwise.space.boxes import index_of_element, row_major_strides
-from tests.space.plain import Shape, boxes_within, indices_of_box, proven, shapes
+from tests.space.plain import boxes_within, indices_of_box, proven, shapes
 
 
 @st.composite
@@ -33,33 +32,6 @@ def test_boxes_meet_move_and_count_as_their_indices_do(pair: tuple[Box, Box]) ->
         assert indices_of_box(shared) == common
         moved = indices_of_box(shared.relative_to(a.offset))
         assert [tuple(map(sum, zip(index, a.offset, strict=True))) for index in moved] == common
-
-
-@proven
-@given(shapes())
-def test_strides_and_indices_count_row_major(shape: Shape) -> None:
-    indices = list(product(*map(range, shape)))
-    assert [index_of_element(shape, element) for element in range(len(indices))] == indices
-    strides = row_major_strides(shape)
-    assert [sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices] == list(range(len(indices)))
-
-
-def test_a_scalar_box_has_one_element_and_meets_itself() -> None:
-    scalar = Box((), ())
-    assert scalar.num_elements == 1
-    assert scalar.intersect(scalar) == scalar
-    assert scalar.slices() == ()
-    assert list(scalar.minus(scalar)) == []
-
-
-@proven
-@given(box_pairs())
-def test_a_remainder_has_what_was_not_taken_each_index_once_in_few_boxes(pair: tuple[Box, Box]) -> None:
-    box, taken = pair
-    left = list(box.minus(taken))
-    indices = [index for each in left for index in indices_of_box(each)]
-    assert sorted(indices) == sorted(set(indices_of_box(box)) - set(indices_of_box(taken)))
-    assert len(left) <= max(1, 2 * box.ndim)
 
 
 def test_a_box_is_a_value() -> None:

@@ -1,6 +1,7 @@
 """Parameters of several stages: computed with everywhere, summed once, updated by one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -152,21 +153,17 @@ def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
         assert torch.equal(held.get("two.first.weight", updated(gradients)), updated(gradients))
 
 
-def test_a_sum_goes_down_within_a_backward_of_one_microbatch() -> None:
-    """Where the owner is the first stage that uses it."""
-    program = PROGRAMS["tied head"]
-    assert_trains_like_one_process(program, plan_of(program, "pp=2"))
+ONLY = [("one", "two"), ("one", "zero"), ("one", "three"), ()]
+ONE_MICROBATCH: list[tuple[Program, str]] = [
+    *((replace(PROGRAM, make=partial(four, only=only)), "pp=4") for only in ONLY),
+    *((PROGRAMS[name], "pp=4") for name in ("tied head", "borrowed tie")),
+    (PROGRAMS["tied head"], "pp=2"),  # the owner is the first stage that uses it
+]
 
 
-@pytest.mark.parametrize("only", [("one", "two"), ("one", "zero"), ("one", "three"), ()])
-def test_a_gradient_on_one_rank_alone_reaches_the_owner(only: tuple[str, ...]) -> None:
-    program = Program(make=partial(four, only=only), batches=PROGRAM.batches, stages=STAGES, loss=square)
-    assert_trains_like_one_process(program, plan_of(program, "pp=4"))
-
-
-@pytest.mark.parametrize("name", ["tied head", "borrowed tie"])
-def test_a_gradient_that_went_down_with_the_only_microbatch_counts_once(name: str) -> None:
-    assert_trains_like_one_process(PROGRAMS[name], plan_of(PROGRAMS[name], "pp=4"))
+@pytest.mark.parametrize(("program", "mesh"), ONE_MICROBATCH)
+def test_a_gradient_on_one_rank_alone_and_one_that_went_down_reach_the_owner_once(program: Program, mesh: str) -> None:
+    assert_trains_like_one_process(program, plan_of(program, mesh))
 
 
 def test_reductions_that_start_within_backward_wait_for_the_other_stages() -> None:
