@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from tests.engine.channels import GoesOnAlone
 from tests.engine.refusals import same_error_everywhere
-from tests.oracle.batches import Batch, parts_of
+from tests.oracle.batches import parts_of, points, square_loss
 from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.places import data_share
 from tests.oracle.program import Program, adamw, plan_of, seeded
@@ -23,13 +23,7 @@ WIDTH = 5
 
 
 def batch_of(seed: int, rows: int = 6) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(rows, WIDTH, generator=generator), "y": torch.randn(rows, WIDTH, generator=generator)}
-
-
-def square(output: torch.Tensor, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = (output.float() - batch["y"]).square().mean()
-    return loss
+    return points(seed, rows, WIDTH)
 
 
 class Layer(nn.Module):
@@ -76,14 +70,14 @@ def four(**settings: Any) -> Any:
 TIES = ("two.first.weight", "two.second.weight")
 LAYERS = ["zero", "one", "two", "three"]
 STAGES = {name: stage for stage, name in enumerate(LAYERS)}
-PROGRAM = Program(make=four, batches=[batch_of(seed) for seed in range(3)], stages=STAGES, loss=square)
+PROGRAM = Program(make=four, batches=[batch_of(seed) for seed in range(3)], stages=STAGES, loss=square_loss)
 plan_on = partial(plan_of, PROGRAM)
 Change = Callable[[Any], object]
 descent = partial(torch.optim.SGD, lr=1024.0)  # so large that the last bit of every gradient shows
 
 
 def engine_of(channel: sw.Channel, model: nn.Module, plan: sw.Plan, optimizer: Any = adamw) -> sw.Engine:
-    return sw.parallelize(model, plan, optimizer=optimizer, loss=square, channel=channel)
+    return sw.parallelize(model, plan, optimizer=optimizer, loss=square_loss, channel=channel)
 
 
 def held_by(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -142,7 +136,7 @@ def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
     for each in uses:
         each.weight = nn.Parameter(before.clone())
     for part in parts_of(batch_of(0, 12), 2):
-        square(model(part["x"]), part).backward()
+        square_loss(model(part["x"]), part).backward()
 
     def updated(gradients: list[torch.Tensor]) -> torch.Tensor:
         return before.add((gradients[0] + gradients[1] + gradients[2]) / 2, alpha=-1024.0)
