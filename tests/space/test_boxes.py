@@ -1,13 +1,15 @@
-"""Boxes against the list of their indices."""
+"""Boxes against the list of their indices, runs against the range of their elements."""
 
+import copy
+import pickle
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.space import Box
-from tests.space.plain import boxes_within, indices_of_box, proven, shapes
+from shardwise.space import Box, Run
+from tests.space.plain import boxes_within, indices_of_box, proven, runs_within, shapes
 
 
 @st.composite
@@ -38,3 +40,23 @@ def test_a_box_is_a_value() -> None:
     assert {Box((0,), (2,)): "here"}[Box((0,), (2,))] == "here"
     with pytest.raises(AttributeError):
         Box((0,), (2,)).offset = (1,)  # type: ignore[misc]
+
+
+@proven
+@given(runs_within(20), runs_within(20), st.integers(0, 9))
+def test_runs_meet_and_move_as_ranges_do(a: Run, b: Run, by: int) -> None:
+    common = sorted(set(range(*a)) & set(range(*b)))
+    shared = a.intersect(b)
+    assert (list(range(*shared)) if shared else []) == common
+    assert a.num_elements == len(range(*a))
+    assert list(range(*a.shift(by))) == [element + by for element in range(*a)]
+    assert a.shift(by).shift(-by) == a
+
+
+def test_a_run_is_the_tuple_of_its_bounds() -> None:
+    run = Run(2, 5)
+    assert run == (2, 5)
+    assert hash(run) == hash((2, 5))
+    assert repr(run) == str(run) == "(2, 5)"
+    assert sorted([Run(3, 4), Run(0, 9)]) == [(0, 9), (3, 4)]
+    assert type(pickle.loads(pickle.dumps(run))) is type(copy.deepcopy(run)) is Run
