@@ -4,7 +4,7 @@ Activations are those of a plain loop in one process on a device like it, which 
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -19,6 +19,8 @@ from shardwise.comm import accelerators
 from shardwise.engine.forward import batch_digests
 from shardwise.plan import Footprint
 from shardwise.testing.accelerator import counted
+from tests.engine.loops import mean_square
+from tests.fake_device.words import fused
 
 WIDTH, LAYERS, ROWS = 72, 12, 16
 """Matrices are so large that their gradients do not wait for others (`GradCopies`: 64 KiB in all)."""
@@ -49,14 +51,6 @@ def pairs() -> nn.Sequential:
     return nn.Sequential(*(each for _ in range(2 * PAIRS) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
-def loss_of(output: torch.Tensor, batch: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    return output.float().square().mean()
-
-
-def fused(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)  # type: ignore[arg-type]
-
-
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
     """The most that a call has allocated in addition to what is there before it."""
     gc.collect()
@@ -82,7 +76,7 @@ def activations(fake: str, dtype: torch.dtype, *, num_stages: int = 1, stage: in
         while outputs:
             output = outputs.pop(0)
             if stage == num_stages - 1:
-                loss_of(output).backward()
+                mean_square(output).backward()
             else:
                 output.backward(torch.ones_like(output))
 
@@ -91,7 +85,7 @@ def activations(fake: str, dtype: torch.dtype, *, num_stages: int = 1, stage: in
 
 
 def engine_of(channel: sw.Channel, plan: sw.Plan, made: Callable[[], nn.Module] = model) -> sw.Engine:
-    return sw.parallelize(made(), plan, optimizer=fused, loss=loss_of, channel=channel)
+    return sw.parallelize(made(), plan, optimizer=fused, loss=mean_square, channel=channel)
 
 
 def rest_and_peak(channel: sw.Channel, plan: sw.Plan) -> tuple[int, int, Footprint]:
@@ -192,7 +186,7 @@ def allocations_of_forwards_and_backwards(
     batch = torch.ones(ROWS * k, WIDTH, device=device)
     with counted() as counts:
         for part in batch.chunk(k):
-            loss_of(plain(part.to(dtype))).backward()
+            mean_square(plain(part.to(dtype))).backward()
     return counts[OTHER_DEVICE].allocations
 
 
@@ -239,7 +233,7 @@ def test_digests_of_a_batch_add_nothing_to_the_peak_of_a_step(axis: str, fake: s
         for k in (4, 16):
             plan = sw.Plan(mesh=sw.Mesh.parse(f"{axis}=2"), merge=sw.Merge(microbatches=k), tensor=rules)
             made = (pairs if axis == "tp" else model)().to(channel.device)
-            engine = sw.parallelize(made, plan, optimizer=fused, loss=loss_of, channel=channel)
+            engine = sw.parallelize(made, plan, optimizer=fused, loss=mean_square, channel=channel)
             batch = {"input": torch.ones(128 * k, WIDTH, device=channel.device)}
             engine.step(batch)
             found.append(peak_of(lambda engine=engine, batch=batch: engine.step(batch), channel.device))  # type: ignore[misc]
@@ -267,7 +261,7 @@ def test_a_device_whose_allocator_keeps_no_statistics_trains_and_reports_none(
     accelerators.peak_counter.cache_clear()
 
     def run(channel: sw.Channel) -> int:
-        engine = sw.parallelize(model(1), sw.Plan(), optimizer=fused, loss=loss_of, channel=channel)
+        engine = sw.parallelize(model(1), sw.Plan(), optimizer=fused, loss=mean_square, channel=channel)
         engine.step({"input": torch.ones(2, WIDTH)})
         accelerators.empty_cache(channel.device)
         return accelerators.peak_memory(channel.device)

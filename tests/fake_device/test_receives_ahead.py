@@ -65,8 +65,11 @@ def test_the_next_content_is_received_while_the_one_before_is_computed_with(fake
     assert " ".join(second) == "v v F 1 B 1 v F 1 B 1 v F 1 B 1 F 1 B 1"
 
 
-def test_one_content_more_is_held_for_each_link(fake: str) -> None:
-    num_messages, num_bytes = 16, 4 << 12
+@pytest.mark.parametrize(("on_device", "num_messages"), [(False, 4), (False, 64), (True, 16)])
+def test_no_content_stays_with_its_sender_and_one_more_is_held_on_a_device(
+    on_device: bool, num_messages: int, fake: str
+) -> None:
+    num_bytes = 4 << 12
 
     def run(channel: sw.Channel) -> int:
         watched = Watched(channel)
@@ -82,11 +85,12 @@ def test_one_content_more_is_held_for_each_link(fake: str) -> None:
                 if channel.rank == 0:
                     mailbox.take(1, taken)
             mailbox.settle()
-        assert mailbox.num_ahead == num_messages
+        assert mailbox.num_ahead == (num_messages if on_device else 0)
         return watched.most_under_way
 
-    # This message and the one before, with their headers, the one that is received, and the one after that.
-    assert max(sw.simulate(2, run, device=fake)) <= 4 * (num_bytes + 1024)
+    # This message and the one before, with their headers, the one that is received, and on devices the one after that.
+    most = max(sw.simulate(2, run, device=fake if on_device else "cpu"))
+    assert most <= (3 + on_device) * (num_bytes + 1024)
 
 
 def content_of(kind: int, number: int, device: torch.device) -> torch.Tensor | None:

@@ -96,69 +96,49 @@ def large_first(batch: Batch) -> torch.Tensor:
     return found
 
 
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
 PLANS: dict[str, tuple[sw.Plan, dict[str, Any]]] = {
+    # Its state would be made in that step, which the host leaves out.
+    "one, the first step broken": (plan(), {"optimizer": momentum, "broken": 0}),
     "one, bf16, k=4, no clip": (plan(4, bf16=True, clip=None), {}),
-    "stage 0": (plan(stage=0, dp_shard=2), {}),
+    "stage 0, a broken step": (plan(2, stage=0, dp_shard=2), {"broken": 4}),
     "stage 2, k=4": (plan(4, stage=2, dp_shard=2), {}),
-    "stage 3, bf16, k=4": (plan(4, stage=3, dp_shard=2, bf16=True), {}),
+    "stage 3, bf16, k=4, a broken step": (plan(4, stage=3, dp_shard=2, bf16=True), {"broken": 4}),
     "weights of a batch on the host": (plan(2, dp_shard=2), {"loss_weight": tokens, "host_batch": True}),
     "weights, none of some microbatches": (plan(4), {"loss_weight": large_first}),
     "tp, bf16, k=4, weights": (plan(4, tp=2, bf16=True), {"loss_weight": tokens}),
     "pp, k=4, weights, tied": (plan(4, pp=2), {"loss_weight": tokens, "is_tied": True}),
+    "pp and tp, a broken step": (plan(2, pp=2, tp=2), {"broken": 4}),
     "all": (plan(2, stage=2, pp=2, dp_shard=2, tp=2), {}),
     "average of replicas": (replace(plan(dp_shard=2, dp_replicate=2), average=sw.Average(decay=0.9)), {}),
     "mean, stage 3, bf16": (replace(plan(stage=3, dp_shard=2, bf16=True), average=sw.Average(every=2)), {}),
 }
 
 
+QUICK = ("tp, bf16, k=4, weights", "one, the first step broken")
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.quick if case == "tp, bf16, k=4, weights" else ()) for case in PLANS]
+    "case", [pytest.param(case, marks=pytest.mark.quick if case in QUICK else ()) for case in PLANS]
 )
 def test_a_steady_step_waits_for_nothing(case: str, fake: str) -> None:
+    """Not even where one is broken on a rank, which the devices of all ranks leave out."""
     asked, options = PLANS[case]
     size = asked.mesh.size
     expected = sw.simulate(size, lambda channel: steps(channel, asked, **options))
     got = sw.simulate(size, lambda channel: steps(channel, asked, **options), device=fake)
     for (numbers, state, counts), (others, other_state, _) in zip(got, expected, strict=True):
         assert counts.syncs == 0, counts.lines
-        assert numbers[-1] == (6, 0) == others[-1]
+        assert numbers[-1] == ((5, 1) if "broken" in options else (6, 0)) == others[-1]
         for one, other in zip(numbers[:-1], others[:-1], strict=True):
-            assert one == pytest.approx(other, rel=1e-6)
+            assert one == pytest.approx(other, rel=1e-6, nan_ok=True)
         assert state.keys() == other_state.keys()
         for name, values in state.items():
             torch.testing.assert_close(values, other_state[name], rtol=1e-4, atol=1e-6)
     assert len({str(numbers) for numbers, *_ in got}) == 1
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [plan(2, stage=0, dp_shard=2), plan(stage=3, dp_shard=2, bf16=True), plan(2, pp=2, tp=2)],
-    ids=["stage 0", "stage 3", "pp and tp"],
-)
-def test_the_device_leaves_out_a_step_on_all_ranks_bit_for_bit(asked: sw.Plan, fake: str) -> None:
-    def run(channel: sw.Channel, *, is_broken: bool) -> tuple[dict[str, torch.Tensor], Any]:
-        engine = sw.parallelize(words(channel.device), asked, optimizer=fused, loss=loss_of, channel=channel)
-        at = asked.mesh.data_rank(channel.rank)
-        for step in range(2):
-            engine.step(batch_of(10 * step + at, channel.device))
-        if is_broken:
-            with counted("sync") as counts:
-                report = engine.step(batch_of(99, channel.device, is_broken=at == 0))
-            assert counts[channel.device.index].syncs == 0, counts
-            assert report.skipped
-            assert math.isnan(report.grad_norm)
-        working = {name: each.detach().cpu() for name, each in sw.full(engine)}
-        state = {str(piece): values.cpu() for piece, values in engine.state().items()}
-        return state | working, engine.counters
-
-    size = asked.mesh.size
-    kept = sw.simulate(size, lambda channel: run(channel, is_broken=False), device=fake)
-    skipped = sw.simulate(size, lambda channel: run(channel, is_broken=True), device=fake)
-    for (one, _), (other, counters) in zip(kept, skipped, strict=True):
-        assert (counters.updates, counters.skipped) == (2, 1)
-        assert one.keys() == other.keys()
-        for name, values in one.items():
-            assert torch.equal(values, other[name]), name
 
 
 def test_a_gradient_with_an_infinite_element_is_left_out(fake: str) -> None:
@@ -175,18 +155,6 @@ def test_a_gradient_with_an_infinite_element_is_left_out(fake: str) -> None:
     ((moved, skipped),) = sw.simulate(1, run, device=fake)
     assert skipped
     assert torch.equal(moved, torch.zeros(1, 3))
-
-
-def test_a_step_that_would_make_the_state_of_an_optimizer_is_left_out_by_the_host(fake: str) -> None:
-    def run(channel: sw.Channel) -> Any:
-        momentum = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
-        return steps(channel, plan(), optimizer=momentum, broken=0)[:2]
-
-    ((numbers, state),) = sw.simulate(1, run, device=fake)
-    ((others, other_state),) = sw.simulate(1, run)
-    assert numbers[-1] == (5, 1) == others[-1]
-    for name, values in state.items():
-        torch.testing.assert_close(values, other_state[name], rtol=1e-4, atol=1e-6)
 
 
 def test_an_optimizer_that_cannot_skip_on_the_device_costs_one_wait(fake: str) -> None:

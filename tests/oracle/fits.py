@@ -115,5 +115,6 @@ def chosen(turns: Iterable[int]) -> list[tuple[str, str]]:
             pairs.append((name, among[(5 * at + 11 * turn) % len(among)]))
     of_tp = [each for each in OF_PARTS if 0 in turns]
     pairs += [("decoder", layout) for layout in of_tp]
+    pairs += [("decoder with dropout", layout) for layout in of_tp[:1]]
     pairs += [(name, list(OF_PARTS)[at % len(OF_PARTS)]) for at, name in enumerate(CARRIED) if not of_tp]
     return list(dict.fromkeys(pairs))

@@ -1,11 +1,11 @@
-"""The dtypes that a precision gives a parameter, by hand; tests/engine compares promotion with torch's."""
+"""The dtypes that a precision gives a parameter, by hand; tests/engine compares promotion and sizes with torch's."""
 
 from typing import Any
 
 import pytest
 
 from shardwise.plan import Parameter, Precision
-from shardwise.plan.dtypes import COMPUTE_DTYPES, ITEMSIZE_BYTES, itemsize_bytes, promote
+from shardwise.plan.dtypes import COMPUTE_DTYPES, promote
 from shardwise.plan.outlines import describe
 
 
@@ -19,31 +19,6 @@ def dtypes_of(dtype: str, *, trainable: bool = True, name: str = "w", **precisio
         precision=Precision(**precision),
     )
     return spec.working, spec.master
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "both"),
-    [
-        ("float16", "bfloat16", "float32"),
-        ("bfloat16", "float32", "float32"),
-        ("float16", "float64", "float64"),
-        ("float32", "float64", "float64"),
-        ("complex64", "float16", "complex64"),
-        ("complex64", "float32", "complex64"),
-        ("complex64", "float64", "complex128"),
-        ("complex64", "complex128", "complex128"),
-        ("complex128", "bfloat16", "complex128"),
-    ],
-)
-def test_promotion_gives_the_narrowest_dtype_that_holds_both(first: str, second: str, both: str) -> None:
-    assert promote(first, second) == promote(second, first) == both
-    assert promote(first, first) == first
-
-
-def test_sizes_are_those_in_the_names() -> None:
-    digits = {dtype: int("".join(c for c in dtype.split("_")[0] if c.isdigit()) or 8) for dtype in ITEMSIZE_BYTES}
-    digits["float4_e2m1fn_x2"] *= 2  # two in each element
-    assert {dtype: itemsize_bytes(dtype) * 8 for dtype in ITEMSIZE_BYTES} == digits
 
 
 @pytest.mark.parametrize(

@@ -179,16 +179,6 @@ def test_state_made_in_the_dtype_of_the_parameter_follows_it(held: str) -> None:
     }
 
 
-def test_python_values_are_told_from_tensors_of_other_parameters() -> None:
-    stored = pieces(w__step=("int64", ()), v__step=("float32", ()), w__moment=("float32", (4, 2)))
-    saved = as_saved(adam(group("wv"), plain={"step": "int", "moment": "float"}))
-    restoration = plan_optimizers(
-        [adam(group("wv"))], [parameter("w"), parameter("v")], {}, stored=stored, settings=saved
-    )
-    assert {entry.key: entry.python for entry in restoration.entries["w"]} == {"step": "int", "moment": None}
-    assert [entry.python for entry in restoration.entries["v"]] == [None]
-
-
 def test_a_parameter_of_another_shape_takes_no_state() -> None:
     stored = pieces(w=("float32", (2, 4)), w__moment=("float32", (2, 4)))
     restoration = plan_optimizers([adam(group("w"))], [parameter()], {}, stored=stored, settings={})

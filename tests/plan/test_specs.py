@@ -1,4 +1,4 @@
-"""Plans and their texts, which parse back; `test_refusals.py` has what they are refused for."""
+"""Plans and their texts, which parse back; tests/golden has the order of lines and the defaults."""
 
 import copy
 import pickle
@@ -37,26 +37,13 @@ def test_different_plans_have_different_texts(one: Plan, other: Plan) -> None:
     assert (one.text() == other.text()) == (one == other)
 
 
-def test_a_text_is_toml_in_a_fixed_order() -> None:
-    plan = Plan(mesh=Mesh(dp_shard=2), precision=Precision(compute="bfloat16", keep=("*norm*",)), clip_grad_norm=1)
-    assert plan.text().splitlines()[:3] == ["clip_grad_norm = 1.0", "mesh.pp = 1", "mesh.dp_replicate = 1"]
-    assert plan.text().splitlines()[-5:] == [
-        'precision.keep = ["*norm*"]',
-        'precision.sums = "exact"',
-        'pipeline.schedule = "1f1b"',
-        'pipeline.balance = "parameters"',
-        "tensor.prove = true",
-    ]
+def test_stages_stand_in_the_text_in_one_order() -> None:
     placed = Plan(mesh=Mesh(pp=2), pipeline=Pipeline(stages={"lm_head": 1, "layers.*": 0}))
     assert 'pipeline.stages = {"layers.*" = 0, "lm_head" = 1}' in placed.text().splitlines()
 
 
 def test_settings_left_out_take_their_defaults() -> None:
     assert Plan.parse("") == Plan()
-    assert Plan().sharding == Sharding(stage=1, partition="slice", bucket_bytes=64 * 1024 * 1024, owners="all")
-    assert Plan().precision == Precision(
-        master="float32", accumulate="float32", reduce="float32", compute=None, keep=()
-    )
     text = "clip_grad_norm = 2\n[mesh]\ndp_shard = 4\n[merge]\nmicrobatches = 3\n[sharding]\npartition = 'whole'\n"
     assert Plan.parse(text) == Plan(
         mesh=Mesh(dp_shard=4), merge=Merge(microbatches=3), sharding=Sharding(partition="whole"), clip_grad_norm=2.0

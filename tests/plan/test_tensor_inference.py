@@ -38,12 +38,6 @@ def test_parts_with_groups_of_their_own_are_cut_side_by_side() -> None:
     assert rules == {"up": "column(parts=4+3, groups=2+3)", "down": "row(parts=2+6, groups=2+3)"}
 
 
-def test_fewer_groups_than_ranks_are_whole_and_the_reason_says_what_ties_them() -> None:
-    found = infer_rules(chain((1, 1, 1, 1), (1, 1, 1, 1), reasons={1: "'mean' over dim 2"}), num_ranks=2)
-    assert found.rules == {}
-    assert found.left["up"] == "1 group of features that belong together, tied by 'mean' over dim 2, for 2 ranks"
-
-
 def test_another_order_is_whole() -> None:
     found = infer_rules(chain((1, 2, 3, 4), (2, 1, 3, 4)), num_ranks=2)
     assert found.left["up"] == "its features have another order than those of their reader"
@@ -68,12 +62,3 @@ def test_a_map_that_reads_both_cut_and_whole_values_leaves_its_family_whole() ->
         TracedMap(module="b", inputs=((1, 2),), has_whole_input=True, outputs=(0, 0), weight="b"),
     )
     assert "in another" in infer_rules(ForwardTrace(maps=maps), num_ranks=2).left["a"]
-
-
-def test_a_shared_weight_is_cut_as_a_vocabulary_or_not_at_all() -> None:
-    embed = TracedMap(module="e", is_embedding=True, outputs=(0, 0), vocabulary=9, weight="w", num_holders=2)
-    head = TracedMap(
-        module="h", inputs=((0, 0),), outputs=(0,) * 9, is_head=True, vocabulary=9, weight="w", num_holders=2
-    )
-    assert infer_rules(ForwardTrace(maps=(embed, head)), num_ranks=2).rules == {"e": "vocab", "h": "vocab"}
-    assert infer_rules(ForwardTrace(maps=(embed,)), num_ranks=2).rules == {}

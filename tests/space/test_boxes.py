@@ -1,14 +1,15 @@
-"""Boxes against the list of their indices."""
+"""Boxes against the list of their indices, runs against the range of their elements."""
 
+import copy
+import pickle
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.space import Box
-from shardwise.space.boxes import index_of_element, row_major_strides
-from tests.space.plain import Shape, boxes_within, indices_of_box, proven, shapes
+from shardwise.space import Box, Run
+from tests.space.plain import boxes_within, indices_of_box, proven, runs_within, shapes
 
 
 @st.composite
@@ -35,34 +36,27 @@ def test_boxes_meet_move_and_count_as_their_indices_do(pair: tuple[Box, Box]) ->
         assert [tuple(map(sum, zip(index, a.offset, strict=True))) for index in moved] == common
 
 
-@proven
-@given(shapes())
-def test_strides_and_indices_count_row_major(shape: Shape) -> None:
-    indices = list(product(*map(range, shape)))
-    assert [index_of_element(shape, element) for element in range(len(indices))] == indices
-    strides = row_major_strides(shape)
-    assert [sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices] == list(range(len(indices)))
-
-
-def test_a_scalar_box_has_one_element_and_meets_itself() -> None:
-    scalar = Box((), ())
-    assert scalar.num_elements == 1
-    assert scalar.intersect(scalar) == scalar
-    assert scalar.slices() == ()
-    assert list(scalar.minus(scalar)) == []
-
-
-@proven
-@given(box_pairs())
-def test_a_remainder_has_what_was_not_taken_each_index_once_in_few_boxes(pair: tuple[Box, Box]) -> None:
-    box, taken = pair
-    left = list(box.minus(taken))
-    indices = [index for each in left for index in indices_of_box(each)]
-    assert sorted(indices) == sorted(set(indices_of_box(box)) - set(indices_of_box(taken)))
-    assert len(left) <= max(1, 2 * box.ndim)
-
-
 def test_a_box_is_a_value() -> None:
     assert {Box((0,), (2,)): "here"}[Box((0,), (2,))] == "here"
     with pytest.raises(AttributeError):
         Box((0,), (2,)).offset = (1,)  # type: ignore[misc]
+
+
+@proven
+@given(runs_within(20), runs_within(20), st.integers(0, 9))
+def test_runs_meet_and_move_as_ranges_do(a: Run, b: Run, by: int) -> None:
+    common = sorted(set(range(*a)) & set(range(*b)))
+    shared = a.intersect(b)
+    assert (list(range(*shared)) if shared else []) == common
+    assert a.num_elements == len(range(*a))
+    assert list(range(*a.shift(by))) == [element + by for element in range(*a)]
+    assert a.shift(by).shift(-by) == a
+
+
+def test_a_run_is_the_tuple_of_its_bounds() -> None:
+    run = Run(2, 5)
+    assert run == (2, 5)
+    assert hash(run) == hash((2, 5))
+    assert repr(run) == str(run) == "(2, 5)"
+    assert sorted([Run(3, 4), Run(0, 9)]) == [(0, 9), (3, 4)]
+    assert type(pickle.loads(pickle.dumps(run))) is type(copy.deepcopy(run)) is Run

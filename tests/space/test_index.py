@@ -69,7 +69,3 @@ def test_a_search_looks_at_few_of_many_runs_and_blocks_of_rows(
     monkeypatch.setattr(Piece, "num_elements", property(counted))
     assert index.overlapping(pieces[2345]) == [2345]
     assert 1 <= len(looked_at) <= 10
-
-
-def test_an_index_of_nothing_finds_nothing() -> None:
-    assert PieceIndex([]).overlapping(Piece(name="w", dtype="float32", global_shape=(4,))) == []

@@ -55,13 +55,6 @@ def test_overlap_work_grows_with_the_copies_and_not_with_the_tensor() -> None:
     assert list(overlap(last_rows, few)) == []
 
 
-def test_offset_shape_and_run_default_to_the_whole_tensor() -> None:
-    piece = Piece(name="w", dtype="float32", global_shape=[4, 8])
-    assert piece == Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(0, 0), shape=(4, 8), run=None)
-    assert (piece.box, piece.elements, piece.whole) == (Box((0, 0), (4, 8)), Run(0, 32), True)
-    assert piece.boxes() == (piece.box,)
-
-
 def test_a_piece_is_a_value_whose_run_is_a_tuple() -> None:
     piece = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(2, 0), shape=(2, 8), run=(3, 12))
     same = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(2, 0), shape=(2, 8), run=Run(3, 12))

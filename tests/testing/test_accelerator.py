@@ -8,20 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.testing.accelerator import NAME, counted, num_devices
+from shardwise.testing.accelerator import NAME, counted
 
 FIRST = f"{NAME}:0"
 SECOND = f"{NAME}:1"
 
 pytestmark = pytest.mark.usefixtures("fake")
-
-
-def test_torch_finds_the_devices_while_they_are_present() -> None:
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.current_accelerator() == torch.device(NAME)
-    assert torch.accelerator.device_count() == num_devices() == 8
-    torch.accelerator.set_device_index(3)
-    assert torch.ones(1, device=NAME).device == torch.device(NAME, 3)
 
 
 def test_kernels_give_the_bits_and_the_strides_of_the_cpu() -> None:
@@ -124,32 +116,6 @@ def test_lists_of_tensors_are_one_launch() -> None:
         squares = torch._foreach_norm(many)
     assert counts[0].launches == 2
     assert [float(each) for each in squares] == pytest.approx([12**0.5] * 5)
-
-
-def test_bytes_are_counted_for_each_device() -> None:
-    before = torch.accelerator.memory_allocated(SECOND)
-    torch.accelerator.reset_peak_memory_stats(SECOND)
-    x = torch.empty(1000, device=SECOND)
-    y = torch.empty(500, device=SECOND)
-    del y
-    assert torch.accelerator.memory_allocated(SECOND) == before + 4000
-    assert torch.accelerator.max_memory_allocated(SECOND) == before + 6000
-    x.untyped_storage().resize_(0)
-    assert torch.accelerator.memory_allocated(SECOND) == before
-    x.untyped_storage().resize_(4000)
-    assert x.fill_(1.0).sum().item() == 1000.0
-
-
-def test_each_device_has_a_generator() -> None:
-    state = torch.get_rng_state()
-    first = torch.rand(3, device=FIRST)
-    assert torch.equal(torch.rand(3, device=SECOND).cpu(), first.cpu())
-    assert not torch.equal(torch.rand(3, device=FIRST).cpu(), first.cpu())
-    assert torch.equal(torch.get_rng_state(), state)
-    own = torch.Generator(device=FIRST).manual_seed(5)
-    assert torch.equal(
-        torch.randn(3, device=FIRST, generator=own).cpu(), torch.randn(3, generator=torch.Generator().manual_seed(5))
-    )
 
 
 def test_backward_runs_in_the_thread_of_the_device() -> None:

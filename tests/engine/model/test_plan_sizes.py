@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from tests.covering import covering
 from tests.engine.loops import begun, plan_of
-from tests.engine.memory import counted_from_now, tensor_bytes_alive
+from tests.engine.memory import counted_from_now
 from tests.oracle.batches import points, square_loss
 from tests.oracle.places import data_share
 from tests.oracle.program import adamw
@@ -52,7 +52,7 @@ PRECISIONS = {
 def test_bytes_sent_and_elements_cast_equal_the_plan(
     program: str, mesh: str, stage: int, k: int, sharding: str, precision: str
 ) -> None:
-    """Each call is counted, and each owned element is cast once per update; the second update is like the first."""
+    """Each call is counted, each owned element is cast once per update, and an update may have other microbatches."""
     net = PROGRAMS[program]
     trained = {name for name, each in net.make().named_parameters() if each.requires_grad}
     settings = SHARDINGS[sharding] | (OF_STAGE_3.get(sharding, {}) if stage == 3 else {})
@@ -63,16 +63,16 @@ def test_bytes_sent_and_elements_cast_equal_the_plan(
         engine = net.engine(plan, recorded)
         counters, before = engine.counters, engine.counters.cast_elements
         operations: list[str] = []
-        for _ in range(2):
+        for count in (k, 4 - k):
             recorded.clear()
-            engine.step(data_share(net.batches[0], plan.mesh, channel.rank))
+            engine.step(data_share(net.batches[0], plan.mesh, channel.rank), microbatches=count)
             sent = dict.fromkeys(("parameters", "gradients"), 0)
             for call in recorded.calls:
                 operations.append(call.operation)
                 for what in sent:
                     if call.operation != "exchange" and call.purpose.startswith(what):
                         sent[what] += call.bytes_sent
-            planned = engine.traffic()
+            planned = engine.traffic(microbatches=count)
             assert sent == {"parameters": planned.gather_bytes, "gradients": planned.reduce_bytes}
         assert operations.count("exchange") == counters.exchanges
         assert operations.count("all_gather") == counters.all_gathers
@@ -105,52 +105,6 @@ def engine_of(channel: sw.Channel, plan: sw.Plan) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("precision", "num_ranks", "k", "bytes_of_gradient", "bytes_of_copy"),
-    [
-        *[("fp32", 2, 1, 4, 4), ("fp32", 8, 4, 4, 4), ("bf16", 8, 1, 2, 2)],
-        *[("bf16", 2, 4, 4, 2), ("bf16-narrow", 8, 4, 2, 2)],
-    ],
-)
-def test_bytes_sent_are_those_of_the_formula_also_where_a_step_says_how_many_microbatches_it_has(
-    precision: str, num_ranks: int, k: int, bytes_of_gradient: int, bytes_of_copy: int
-) -> None:
-    plan = plan_of(f"dp_shard={num_ranks}", k=2, precision=PRECISIONS[precision])
-    formula = (num_ranks - 1) * NUM_ELEMENTS / num_ranks
-    padding = 8 * 16 + 16 * num_ranks  # slots and parts start at multiples of 16 elements
-
-    def run(channel: sw.Channel) -> None:
-        recorded = sw.Recorded(channel)
-        engine = engine_of(recorded, plan)
-        recorded.clear()
-        engine.step(batch_of(k), microbatches=k)
-        sizes = {"reduce_scatter": bytes_of_gradient, "all_gather": bytes_of_copy}
-        for operation, num_bytes in sizes.items():
-            assert formula * num_bytes <= recorded.bytes_sent(operation) <= (formula + padding) * num_bytes
-        assert recorded.bytes_sent("reduce_scatter") == engine.traffic(microbatches=k).reduce_bytes
-
-    sw.simulate(num_ranks, run)
-
-
-@pytest.mark.parametrize("k", [1, 5])
-@pytest.mark.parametrize(("bucket_bytes", "num_buckets"), [(1, 8), (500, 6), (1 << 20, 1)])
-def test_an_update_is_one_reduction_and_one_gathering_per_bucket_whatever_is_merged(
-    k: int, bucket_bytes: int, num_buckets: int
-) -> None:
-    plan = plan_of("dp_shard=3", k=k, sharding={"bucket_bytes": bucket_bytes})
-
-    def run(channel: sw.Channel) -> None:
-        recorded = sw.Recorded(channel)
-        engine = engine_of(recorded, plan)
-        for seed in range(2):
-            recorded.clear()
-            engine.step(batch_of(k, seed))
-            operations = sorted(call.operation for call in recorded.calls)
-            assert operations == [*["all_gather"] * num_buckets, *["exchange"] * 2, *["reduce_scatter"] * num_buckets]
-
-    sw.simulate(3, run)
-
-
-@pytest.mark.parametrize(
     ("num_ranks", "stage", "k", "sharding", "precision"),
     covering([1, 2, 3], [0, 1], [1, 4], ["slice", "one bucket", "whole"], list(PRECISIONS), strength=2),
 )
@@ -177,14 +131,3 @@ def test_memory_that_is_held_is_what_the_plan_says(
     # And the state of a generator for each rank, which has 5,056 bytes.
     assert buffers + moments <= counted() <= buffers + moments + 5300 * num_ranks
     assert sum(each.owned_elements for each in planned) == NUM_ELEMENTS * (1 if stage else num_ranks)
-
-
-def test_training_leaves_no_tensors_behind() -> None:
-    engine = engine_of(sw.comm.alone(), plan_of(k=2, precision=PRECISIONS["bf16"]))
-    batch = batch_of(4)
-    engine.step(batch)
-    before = tensor_bytes_alive()
-    for _ in range(3):
-        engine.step(batch)
-        engine.evaluate(batch)
-    assert tensor_bytes_alive() == before

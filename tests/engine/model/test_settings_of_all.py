@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise import simulate
+from shardwise import Recorded, simulate
 from shardwise.comm import Channel
 from shardwise.engine.model.state import settings_texts
 from shardwise.errors import MismatchError, PeerError
@@ -46,23 +46,10 @@ def test_they_are_merged_and_the_rank_that_differs_or_says_nothing_is_named() ->
         merged([texts(0), texts(1), [b"[]", b"{}"], [b"[]", b"{}"]])
 
 
-class Counting:
-    """A channel that counts what all ranks give."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self.rank, self.size = channel.rank, channel.size
-        self.num_bytes = 0
-
-    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
-        answers = list(self._channel.exchange(value, purpose=purpose))
-        self.num_bytes += sum(map(len, answers))
-        return answers
-
-
 def gathered(channel: Channel) -> tuple[list[list[bytes]], int]:
-    counting = Counting(channel)
-    return Gathering("settings").gather(counting, texts(channel.rank)), counting.num_bytes  # type: ignore[arg-type]
+    recorded = Recorded(channel)
+    found = Gathering("settings").gather(recorded, texts(channel.rank))
+    return found, sum(each.num_elements for each in recorded.calls)
 
 
 def test_names_that_all_ranks_have_do_not_travel() -> None:

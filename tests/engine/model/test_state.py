@@ -10,7 +10,6 @@ from torch import nn
 import shardwise as sw
 from tests.covering import covering
 from tests.engine.checkpoints import (
-    OPTIMIZERS,
     SHARDINGS,
     SLICES,
     STAGE0,
@@ -103,44 +102,6 @@ def test_values_loaded_into_the_model_reach_the_masters(sharding: str, way: str,
 
 
 # Loads --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "k", "sharding", "compute", "optimizer", "num_before"),
-    [
-        *[(1, 4, "slice", "bfloat16", "adagrad", 4), (2, 1, "slice", None, "counting", 1)],
-        *[(3, 1, "whole", "bfloat16", "counting", 4), (2, 4, "stage0", "bfloat16", "counting", 0)],
-        *[(2, 1, "whole", None, "nadam", 1), (3, 4, "slice", None, "sgd", 4), (3, 1, "stage0", None, "adamw", 1)],
-    ],
-)
-def test_training_goes_on_to_the_bit_also_in_an_engine_that_has_trained(
-    ranks: int, k: int, sharding: str, compute: str | None, optimizer: str, num_before: int
-) -> None:
-    plan = plan_of(ranks, SHARDINGS[sharding], compute=compute, k=k)
-    checkpoint = after(plan, OPTIMIZERS[optimizer], 3)  # `Counting` begins its last state with the third update
-
-    def goes_on(engine: sw.Engine, channel: sw.Channel) -> tuple[Any, ...]:
-        return train(engine, channel, range(3, 6)), engine.settings(), snapshot(engine)[0], everything(engine)
-
-    def uninterrupted(channel: sw.Channel) -> Any:
-        engine = engine_of(channel, plan, OPTIMIZERS[optimizer])
-        train(engine, channel, range(3))
-        return goes_on(engine, channel)
-
-    def resumed(channel: sw.Channel) -> Any:
-        engine = engine_of(channel, plan, OPTIMIZERS[optimizer], seed=1)
-        for group in engine.optimizer.param_groups if num_before else ():
-            group["lr"] = 0.7
-        train(engine, channel, range(7, 7 + num_before))
-        with torch.no_grad():
-            engine.model.get_parameter("out.weight").fill_(3.0)  # a write that the engine has not noticed yet
-        load(engine, checkpoint)
-        return goes_on(engine, channel)
-
-    for one, other in zip(sw.simulate(ranks, resumed), sw.simulate(ranks, uninterrupted), strict=True):
-        assert one[:2] == other[:2]
-        assert_same_bits(one[2], other[2])
-        assert_same_bits(one[3], other[3])
 
 
 def test_a_number_per_parameter_and_one_per_element_and_python_values_come_back_as_they_were() -> None:

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
 from tests.oracle.one_process import Trained
 from tests.oracle.places import train
 from tests.oracle.program import Program, plan_of
-from tests.oracle.programs import PROGRAMS, on_words
+from tests.oracle.programs import PROGRAMS
 
 DROPPING = PROGRAMS["dropout"]
 
@@ -57,22 +56,3 @@ def test_evaluations_draw_alike_and_change_no_later_mask(num_evaluations: int) -
         return [*losses, engine.step(last).loss]
 
     assert sw.simulate(2, run) == [trained(replace(DROPPING, batches=[first, last]), k=1).losses] * 2
-
-
-class Dropping(nn.Module):
-    """Dropout on what each rank along tp has a part of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up = nn.Embedding(11, 6), nn.Linear(6, 64)
-        self.dropout, self.down = nn.Dropout(0.5), nn.Linear(64, 11)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.dropout(self.up(self.embedding(words)) * 0 + 1))
-        return out
-
-
-def test_ranks_agree_on_what_is_whole_though_masks_of_parts_are_their_own() -> None:
-    """The driver compares what several ranks have."""
-    program = on_words(Dropping, rules={"up": "column", "down": "row"})
-    assert {"embedding.weight", "down.bias"} <= train(program, plan_of(program, "tp=2")).states[-1].keys()

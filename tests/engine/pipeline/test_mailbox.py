@@ -12,7 +12,6 @@ import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.engine.pipeline.mailbox import Key, Mailbox, MessageKind
 from shardwise.errors import MismatchError
-from tests.moving.watched import Watched
 
 CONTENTS = [
     None,
@@ -95,26 +94,6 @@ def test_a_sender_that_went_past_the_wanted_value_is_noticed() -> None:
 
     with pytest.raises(MismatchError, match=r"microbatch 3 differs between ranks.*transfer 0.*'block\.7'"):
         two_ranks(first, lambda mailbox: mailbox.take(0, Key(MessageKind.VALUE, 3, 0)))
-
-
-@pytest.mark.parametrize("num_messages", [4, 64])
-def test_what_was_received_does_not_stay_with_its_sender(num_messages: int) -> None:
-    def body(channel: Channel) -> int:
-        watched = Watched(channel)
-        mailbox = Mailbox(watched)
-        for number in range(num_messages):
-            value, gradient = (Key(kind, number, 0) for kind in (MessageKind.VALUE, MessageKind.GRADIENT))
-            sent, taken = (value, gradient) if channel.rank == 0 else (gradient, value)
-            if channel.rank == 1:
-                mailbox.take(0, taken)
-            mailbox.send(1 - channel.rank, sent, torch.ones(1 << 12))
-            if channel.rank == 0:
-                mailbox.take(1, taken)
-        mailbox.settle()
-        return watched.most_under_way
-
-    # This message and the one before, with their headers, and the one that is received.
-    assert max(sw.simulate(2, body)) <= 3 * ((4 << 12) + 1024)
 
 
 G, V = MessageKind.GRADIENT, MessageKind.VALUE

@@ -1,6 +1,5 @@
 """What an engine says of inputs: the same on all ranks, without a trace in the model."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,6 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.engine.formed import formed, linear, several
+from tests.engine.loops import begun, plan_of
 from tests.oracle.program import seeded
 from tests.refusals import Refusals
 
@@ -17,10 +17,8 @@ TURN = {"x": X}
 LAYERS = several(linear(6, 6), 4)
 
 
-def engine_of(channel: sw.Channel, net: nn.Module) -> sw.Engine:
-    plan = sw.Plan(mesh=sw.Mesh(pp=channel.size))
-    optimizer, loss = partial(torch.optim.SGD, lr=0.1), lambda output, batch: output.square().mean()
-    return sw.parallelize(net, plan, optimizer=optimizer, channel=channel, loss=loss)
+def engine_of(channel: sw.Channel, net: nn.Module) -> Any:
+    return begun(channel, lambda: net, plan_of(f"pp={channel.size}"))
 
 
 def modes(net: nn.Module) -> list[bool]:

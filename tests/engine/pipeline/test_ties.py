@@ -1,6 +1,7 @@
 """Parameters of several stages: computed with everywhere, summed once, updated by one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from tests.engine.channels import GoesOnAlone
 from tests.engine.refusals import same_error_everywhere
-from tests.oracle.batches import Batch, parts_of
+from tests.oracle.batches import parts_of, points, square_loss
 from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.places import data_share
 from tests.oracle.program import Program, adamw, plan_of, seeded
@@ -22,13 +23,7 @@ WIDTH = 5
 
 
 def batch_of(seed: int, rows: int = 6) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(rows, WIDTH, generator=generator), "y": torch.randn(rows, WIDTH, generator=generator)}
-
-
-def square(output: torch.Tensor, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = (output.float() - batch["y"]).square().mean()
-    return loss
+    return points(seed, rows, WIDTH)
 
 
 class Layer(nn.Module):
@@ -75,14 +70,14 @@ def four(**settings: Any) -> Any:
 TIES = ("two.first.weight", "two.second.weight")
 LAYERS = ["zero", "one", "two", "three"]
 STAGES = {name: stage for stage, name in enumerate(LAYERS)}
-PROGRAM = Program(make=four, batches=[batch_of(seed) for seed in range(3)], stages=STAGES, loss=square)
+PROGRAM = Program(make=four, batches=[batch_of(seed) for seed in range(3)], stages=STAGES, loss=square_loss)
 plan_on = partial(plan_of, PROGRAM)
 Change = Callable[[Any], object]
 descent = partial(torch.optim.SGD, lr=1024.0)  # so large that the last bit of every gradient shows
 
 
 def engine_of(channel: sw.Channel, model: nn.Module, plan: sw.Plan, optimizer: Any = adamw) -> sw.Engine:
-    return sw.parallelize(model, plan, optimizer=optimizer, loss=square, channel=channel)
+    return sw.parallelize(model, plan, optimizer=optimizer, loss=square_loss, channel=channel)
 
 
 def held_by(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -141,7 +136,7 @@ def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
     for each in uses:
         each.weight = nn.Parameter(before.clone())
     for part in parts_of(batch_of(0, 12), 2):
-        square(model(part["x"]), part).backward()
+        square_loss(model(part["x"]), part).backward()
 
     def updated(gradients: list[torch.Tensor]) -> torch.Tensor:
         return before.add((gradients[0] + gradients[1] + gradients[2]) / 2, alpha=-1024.0)
@@ -152,21 +147,17 @@ def test_a_tie_is_summed_from_its_last_stage_to_the_first() -> None:
         assert torch.equal(held.get("two.first.weight", updated(gradients)), updated(gradients))
 
 
-def test_a_sum_goes_down_within_a_backward_of_one_microbatch() -> None:
-    """Where the owner is the first stage that uses it."""
-    program = PROGRAMS["tied head"]
-    assert_trains_like_one_process(program, plan_of(program, "pp=2"))
+ONLY = [("one", "two"), ("one", "zero"), ("one", "three"), ()]
+ONE_MICROBATCH: list[tuple[Program, str]] = [
+    *((replace(PROGRAM, make=partial(four, only=only)), "pp=4") for only in ONLY),
+    *((PROGRAMS[name], "pp=4") for name in ("tied head", "borrowed tie")),
+    (PROGRAMS["tied head"], "pp=2"),  # the owner is the first stage that uses it
+]
 
 
-@pytest.mark.parametrize("only", [("one", "two"), ("one", "zero"), ("one", "three"), ()])
-def test_a_gradient_on_one_rank_alone_reaches_the_owner(only: tuple[str, ...]) -> None:
-    program = Program(make=partial(four, only=only), batches=PROGRAM.batches, stages=STAGES, loss=square)
-    assert_trains_like_one_process(program, plan_of(program, "pp=4"))
-
-
-@pytest.mark.parametrize("name", ["tied head", "borrowed tie"])
-def test_a_gradient_that_went_down_with_the_only_microbatch_counts_once(name: str) -> None:
-    assert_trains_like_one_process(PROGRAMS[name], plan_of(PROGRAMS[name], "pp=4"))
+@pytest.mark.parametrize(("program", "mesh"), ONE_MICROBATCH)
+def test_a_gradient_on_one_rank_alone_and_one_that_went_down_reach_the_owner_once(program: Program, mesh: str) -> None:
+    assert_trains_like_one_process(program, plan_of(program, mesh))
 
 
 def test_reductions_that_start_within_backward_wait_for_the_other_stages() -> None:

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.engine.step.norm import squares_of_atoms
 from tests.covering import pairwise
-from tests.engine.loops import share
+from tests.engine.loops import rows, share
 from tests.engine.refusals import raise_of_all
 from tests.engine.tower import DATA
 from tests.oracle.one_process import values_of
@@ -49,10 +49,6 @@ class Net(nn.Module):
 net = seeded(Net)
 
 
-def batch_of(step: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(step))}
-
-
 def loss_of(output: torch.Tensor, _: object = None) -> torch.Tensor:
     return output.square().mean() * 10
 
@@ -71,7 +67,7 @@ def plain(plan: sw.Plan, k: int = 1) -> Found:
 
     for step in range(4):
         optimizer.zero_grad()
-        for part in batch_of(step)["x"].chunk(k):
+        for part in rows(step)["x"].chunk(k):
             (loss_of(model(part)) / k if k > 1 else loss_of(model(part))).backward()
         found.append(
             {
@@ -103,7 +99,7 @@ def ours(channel: sw.Channel, plan: sw.Plan) -> Found:
     asked: dict[str, Any] = {"layers": "layers", "groups": "groups", "parts": PARTS, "none": None}
     for step, (name, norms) in enumerate(asked.items()):
         before = engine.counters.exchanges
-        report = engine.step({"x": share(engine, batch_of(step))["x"].to(channel.device)}, norms=norms)
+        report = engine.step({"x": share(engine, rows(step))["x"].to(channel.device)}, norms=norms)
         exchanges.append(engine.counters.exchanges - before)
         found.append({"all": report.grad_norm, name: report.norms})
     assert exchanges[3] == exchanges[1]  # as many with norms as without
@@ -169,7 +165,7 @@ def test_a_report_of_a_turn_has_only_what_it_trains() -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, sw.Plan(mesh=DATA))
         for norms, name in (("parameters", "last.weight"), ("groups", "ends")):
-            report = engine.step(batch_of(0), norms=norms, only="ends")
+            report = engine.step(rows(0), norms=norms, only="ends")
             assert report.norms == {name: report.grad_norm}
 
     sw.simulate(2, run)
@@ -178,7 +174,7 @@ def test_a_report_of_a_turn_has_only_what_it_trains() -> None:
 def test_norms_of_a_step_that_is_not_finite_are_nan() -> None:
     plan = sw.Plan(clip_grad_norm={"first": 1.0, "middle": 1.0})
     engine = engine_of(alone(), plan, loss=lambda output, _: output.square().sum() * math.inf)
-    report = engine.step(batch_of(0), norms="layers")
+    report = engine.step(rows(0), norms="layers")
     assert report.skipped
     assert report.norms is not None
     assert all(map(math.isnan, (report.norms["first"], report.norms["last"])))
@@ -196,9 +192,9 @@ def asked(norms: Any, *, on_all: bool = True) -> Callable[[], None]:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, sw.Plan(mesh=DATA), groups=None)
         try:
-            engine.step(batch_of(0), norms=norms if channel.rank or on_all else None)
+            engine.step(rows(0), norms=norms if channel.rank or on_all else None)
         finally:
-            engine.step(batch_of(0))
+            engine.step(rows(0))
 
     return lambda: raise_of_all(2, run)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from tests.engine.formed import formed, linear, one_after_another
+from tests.engine.formed import formed, linear
 from tests.oracle.program import adamw
 
 WIDTH, WIDE = 8, 24
@@ -125,21 +125,6 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Rules]] = {
 }
 
 # What may stand between two maps: how many features are to stay together, 0 for all of them.
-MIXING: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "tanh": (1, torch.tanh),
-    "positions": (1, lambda h: h - h.mean(1, keepdim=True)),
-    "sixes": (6, lambda h: h.unflatten(-1, (-1, 6)).softmax(-1).flatten(-2)),
-    "fours": (4, lambda h: h.unflatten(-1, (-1, 4)).cumsum(-1).flatten(-2)),
-    "twos": (2, lambda h: torch.stack([h[..., 1::2], h[..., ::2]], -1).flatten(-2)),
-    "centred": (0, centred),
-    "softmax": (0, softmax),
-    "turned": (0, lambda h: h.flip(-1)),
-}
-
-
-def mixing(names: list[str]) -> type[nn.Module]:
-    """A block with these one after another between its maps."""
-    return between(lambda x: one_after_another([MIXING[name][1] for name in names], x))
 
 
 def whole_net(block: Callable[[], nn.Module]) -> nn.Module:

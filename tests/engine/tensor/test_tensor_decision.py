@@ -11,8 +11,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from tests.engine.formed import formed, linear
+from tests.engine.refusals import raise_of_all
 from tests.engine.tensor.cut_models import AnyRules, Rules, assert_cut_is_right, compute
-from tests.oracle.program import adamw
+from tests.oracle.program import adamw, seeded
 from tests.refusals import Refusals
 
 # The models compute in float32 here and there (norms, softmax, the loss), whatever they are given.
@@ -211,9 +212,19 @@ def engine_with(make: Callable[[], nn.Module], rules: Any, *, tp: int = 2, call:
     return lambda: sw.simulate(tp, on_rank)
 
 
+def refused_on_all_ranks(channel: sw.Channel) -> None:
+    """The model stays as it is."""
+    model, plan = seeded(TWO)(), sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"upp": "column", **BY_HAND}))
+    try:
+        sw.parallelize(model, plan, optimizer=adamw, channel=channel)
+    finally:
+        assert all(map(torch.equal, model.parameters(), seeded(TWO)().parameters()))
+
+
 REFUSED = Refusals(
     "engine.tensor_rules",
     {
+        "a name of nothing, on all ranks": lambda: raise_of_all(2, refused_on_all_ranks),
         "an adapter and its map in two ways": lambda: compute(
             lambda: adapted("up", "down"), run, 2, {**BY_HAND, "down.base_layer": "row(scatter=1)"}
         ),

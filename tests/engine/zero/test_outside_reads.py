@@ -15,6 +15,7 @@ from tests.oracle.comparison import assert_same, assert_trains_like_one_process
 from tests.oracle.places import train
 from tests.oracle.program import Program, plan_of
 from tests.oracle.programs import count_targets, masked_batch, on_words
+from tests.oracle.units import BATCHES
 from tests.refusals import Refusals
 
 WIDTH = 6
@@ -124,11 +125,20 @@ def decayed(model: nn.Module) -> Callable[[Mapping[str, Any]], torch.Tensor]:
     )
 
 
+def compiled() -> nn.Module:
+    """Its block is gathered around the whole compiled call."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 11))
+    model[1].compile(backend="eager")
+    return model
+
+
 KINDS = ("", "tied", "frozen", *READS, "neighbour", "autoencoder", "checkpointed", "checkpointed reentrant")
 OF_ONE_STAGE = ("function", "checkpointed", "checkpointed reentrant")
 """Refused between stages, whatever they read."""
 MADE: dict[str, Program] = {
     **{kind: on_words(lambda kind=kind: Net(kind)) for kind in KINDS},  # type: ignore[misc]
+    "compiled": on_words(compiled, batches=[{"input": each["words"], "targets": each["targets"]} for each in BATCHES]),
     "the loss": on_words(lambda: Net(""), loss=None, loss_with=decayed),
     "microbatches that only some ranks compute": on_words(
         lambda: Net("slice"), batches=[masked_batch(0), masked_batch(1)], loss_weight=count_targets

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,12 +21,10 @@ from tests.engine.formed import formed
 from tests.engine.tensor.planted_faults import (
     CUT,
     FAULTS,
-    MIXING,
     RIGHT,
     WIDE,
     WIDTH,
     between,
-    mixing,
     plan_of,
     softmax,
     train,
@@ -75,29 +71,6 @@ def test_a_right_plan_is_proved_and_no_bit_is_changed(case: str, dtype: str) -> 
         for prove in (True, False)
     )
     assert proved == unproved
-
-
-@pytest.mark.parametrize("num_examples", [12, pytest.param(300, marks=pytest.mark.stress)])
-def test_a_generated_plan_is_refused_where_it_is_wrong_and_nowhere_else(num_examples: int) -> None:
-    @settings(max_examples=num_examples, deadline=None)
-    @given(st.lists(st.sampled_from(sorted(MIXING)), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 4, 6, 12]))
-    def is_refused_where_wrong(names: list[str], unit: int) -> None:
-        rules = {"block.up": f"column(unit={unit})", "block.down": f"row(unit={unit})"}
-
-        def losses(num_ranks: int, *, prove: bool) -> list[float] | None:
-            plan = plan_of(rules, f"tp={num_ranks}", prove=prove)
-            try:
-                return sw.simulate(num_ranks, partial(train, make=mixing(names), plan=plan, double=True))[0]
-            except sw.ShardwiseError:
-                return None
-
-        alone, proved, unproved = losses(1, prove=False), losses(2, prove=True), losses(2, prove=False)
-        is_right = unproved is not None and unproved == pytest.approx(alone, rel=1e-10)
-        assert (proved is not None) == is_right, (alone, unproved)
-        together = [MIXING[name][0] for name in names]
-        assert is_right or not all(size and unit % size == 0 for size in together)
-
-    is_refused_where_wrong()
 
 
 class Busy(nn.Module):
