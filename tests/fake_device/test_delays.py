@@ -221,3 +221,16 @@ def test_what_else_an_engine_does_has_the_bits_of_cpu_ranks(tmp_path: Path, name
         got = simulate(plan.mesh.size, lambda channel: journey(channel, *arguments, tmp_path / "devices"), device=NAME)
     for ours, theirs in zip(got, wanted, strict=True):
         assert [at for at, (one, two) in enumerate(zip(ours, theirs, strict=True)) if not same(one, two)] == []
+
+
+@pytest.mark.slow
+def test_devices_are_verified_against_one_process() -> None:
+    def run(channel: sw.Channel) -> str:
+        plan = plan_of(2, k=1, dp_shard=2)
+        given = next(batches(plan, 0))
+        report = sw.verify(
+            Net, plan, [given], optimizer=lambda each: torch.optim.AdamW(each), loss=loss_of, channel=channel
+        )
+        return report.verdict
+
+    assert set(simulate(2, run, device=NAME)) <= {"equal", "rounding"}
