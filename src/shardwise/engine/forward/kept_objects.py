@@ -5,12 +5,11 @@ self.first_row = self.weight.data[0]        parameters move to flat buffers: it 
                                             where the rank does not have them, reads are refused
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSet
 from functools import partial
 from itertools import chain
 from operator import is_
-from threading import Condition, Event, Lock, RLock, Thread
 from types import CellType, FunctionType, MethodType, ModuleType, UnionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,8 +39,6 @@ _DEPTH = 6
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-
-_OF_THREADS = (type(Lock()), type(RLock()), Condition, Event, Thread)
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
@@ -96,9 +93,9 @@ def _is_full(cell: CellType) -> bool:
 
 
 def contents_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """What puts back what containers and objects hold that modules and their hooks keep, and values of small tensors.
+    """What puts back what containers hold that modules and their hooks keep, and values of small tensors in them.
 
-    What is torch's own, or has a lock, as what threads share, is left alone.
+    Attributes of objects stay as they are: others share them, as threads do a clock.
     """
     held = [each for module in modules for _, each in _attributes(module)]
     held += [
@@ -109,20 +106,13 @@ def contents_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
         for hook in hooks.values()
     ]
     undo: list[Callable[[], object]] = []
-    for each in _reached(held, _is_left, {}):
+    for each in _reached(held, _is_no_container, {}):
         if isinstance(each, torch.Tensor):
             if type(each) is torch.Tensor and is_readable(each) and is_on_host(each) and is_small(each):
                 undo.append(partial(_rewrite, each, each.detach().clone()))
-        elif not _is_left(each):
-            # Their own ways to write: those of a class of the user may refuse or do more.
-            kind: Any = next((kind for kind in _CONTAINERS if isinstance(each, kind)), None)
-            places = [] if kind is None else [(kind, each)]
-            if isinstance(attributes := getattr(each, "__dict__", None), dict):
-                places.append((dict, attributes))
-            undo += [partial(_refill, kind, place, _items(kind, place)) for kind, place in places]
-            for cell in (getattr(each, "__closure__", None) or ()) if isinstance(each, FunctionType) else ():
-                if _is_full(cell):
-                    undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+        elif kind := next((kind for kind in _CONTAINERS if isinstance(each, kind)), None):
+            # Its own ways to write: those of a class of the user may refuse or do more.
+            undo.append(partial(_refill, kind, each, _items(kind, each)))
 
     def put_back() -> None:
         for do in undo:
@@ -131,9 +121,8 @@ def contents_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
-def _is_left(held: Any) -> bool:
-    attributes = getattr(held, "__dict__", {})
-    return package_of(held) == "torch" or any(isinstance(each, _OF_THREADS) for each in attributes.values())
+def _is_no_container(held: Any) -> bool:
+    return not isinstance(held, (*_CONTAINERS, UserDict, tuple, partial, FunctionType)) or package_of(held) == "torch"
 
 
 def _items(kind: Any, container: Any) -> list[Any]:
