@@ -190,3 +190,20 @@ def test_counting_leaves_the_model_and_the_random_numbers_as_they_were(
     assert set(model.modes) == {False}
     assert (model.training, model.linear.training, model.norm.training) == (True, True, False)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def rescaling(net: Any, x: torch.Tensor) -> Any:
+    """Halves its weights once, and doubles what they give in each forward."""
+    if not net.is_rescaled:
+        with torch.no_grad():
+            net.linear.weight.div_(2)
+        net.is_rescaled = True
+    return net.linear(x) * 2
+
+
+def test_weights_that_a_first_forward_writes_are_not_written_again() -> None:
+    model: Any = formed(rescaling, linear=lambda: nn.Linear(4, 4), is_rescaled=bool)()
+    given = torch.ones(2, 4)
+    expected = nn.functional.linear(given, model.linear.weight, 2 * model.linear.bias)
+    count_work(model, lambda: model(given), kind="flops")
+    assert torch.equal(model(given), expected)
