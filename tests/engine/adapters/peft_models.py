@@ -117,20 +117,6 @@ def batch(model: str, *, num_rows: int = ROWS, seed: int = 2) -> dict[str, torch
     return {"input_ids": words, "labels": classes if model == "bert" else words}
 
 
-def two_adapters() -> Any:
-    """Of which one is active."""
-    from peft import LoraConfig, get_peft_model
-
-    model = base("llama")
-    torch.manual_seed(1)
-    first = LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    second = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    made = get_peft_model(model, first, adapter_name="one")
-    made.add_adapter("two", second)
-    return made.double().train()
-
-
-TURNS = ["one", "two", "two", "one"]
 AUTO = sw.Tensor(rules="auto")
 LAYOUTS = {
     "stage 0": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=0)),
@@ -156,15 +142,6 @@ def engine_of(channel: sw.Channel, model: Any, plan: sw.Plan, **settings: Any) -
 def step(engine: sw.Engine, given: Batch, plan: sw.Plan, channel: sw.Channel) -> float:
     """The loss of a step on the share of the rank."""
     return engine.step(data_share(given, plan.mesh, channel.rank)).loss
-
-
-def plain_step(model: Any, optimizer: torch.optim.Optimizer, given: Batch) -> float:
-    """In plain PyTorch."""
-    optimizer.zero_grad()
-    loss = model.train()(**given).loss
-    loss.backward()
-    optimizer.step()
-    return loss.item()  # type: ignore[no-any-return]
 
 
 def logits(model: Any, name: str) -> torch.Tensor:

@@ -235,46 +235,6 @@ def test_what_is_written_inside_stays_with_the_averages(compute: str | None) -> 
 # Checkpoints ------------------------------------------------------------------------------------------------------
 
 
-MOVES = [
-    ("stage3-replicas-bf16", "tensor-two", "stages-four-bf16"),
-    ("tensor-two-parts-x-two", "three-whole-bf16", "four-replicas"),
-    ("one", "all-stage3", "one-stage0-bf16"),
-]
-
-
-@pytest.mark.parametrize(("source", "target", "other"), MOVES)
-def test_averages_go_on_in_another_layout(source: str, target: str, other: str, tmp_path: Path) -> None:
-    """Averages and their number arrive to the bit; the mean shows a wrong number in the next update."""
-    first, second, third = (replace(LAYOUTS[name], average=sw.Average(start=1)) for name in (source, target, other))
-
-    def save(channel: sw.Channel) -> Whole:
-        engine = engine_of(first, channel)
-        train(engine, channel, range(3))
-        before = full_state(engine)
-        assert engine.settings()["average"] == {"averaged": 2}
-        sw.save(tmp_path, engine)
-        if third.mesh.size == channel.size:
-            engine = sw.relayout(engine, third)
-            same(averages_of(full_state(engine)), averages_of(before))
-            assert engine.settings()["average"] == {"averaged": 2}
-        return before
-
-    def load(channel: sw.Channel) -> tuple[Whole, Whole]:
-        engine = engine_of(second, channel, seed=5)
-        assert sw.load(tmp_path, engine).report.notes == ()
-        before = full_state(engine)
-        train(engine, channel, [3])
-        assert engine.settings()["average"] == {"averaged": 3}
-        return before, full_state(engine)
-
-    saved = on_ranks(first, save)[0]
-    loaded, after = on_ranks(second, load)[0]
-    averages = averages_of(loaded)
-    same(averages, averages_of(saved))
-    weights = weights_of(after)
-    same(averages_of(after), {name: each.lerp(weights[name], 1 / 3) for name, each in averages.items()})
-
-
 def test_averages_that_a_checkpoint_has_not_begin_with_its_weights_and_others_are_left(tmp_path: Path) -> None:
     without, engine = engine_on(None, plan_of(average=None)), engine_on(None, plan_of())
     steps(without, [0])

@@ -1,4 +1,4 @@
-"""Adapters of peft, saved alone and loaded under another layout or by peft; merged models; saves of the engine."""
+"""Adapters of peft under plans for the base model, saved alone and loaded under another layout or by peft; merged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,10 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Recorded
-from tests.engine.adapters.peft_models import LAYOUTS, adapted, base, batch, engine_of, logits, step
+from tests.engine.adapters.peft_models import LAYOUTS, adapted, base, batch, engine_of, logits, program, step
 from tests.engine.refusals import same_error_everywhere
+from tests.oracle.comparison import assert_close, in_one_process
+from tests.oracle.places import train
 from tests.refusals import Refusals
 
 pytestmark = [
@@ -103,6 +105,46 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
         return sum(call.bytes_received for call in moves)
 
     assert max(sw.simulate(2, sent)) <= num_adapter_bytes < num_bytes / 3
+
+
+BASE_RULES = {
+    **{"model.layers.*.self_attn": "heads", "model.layers.*.self_attn.[qkv]_proj": "column"},
+    **{"model.layers.*.self_attn.o_proj": "row", "model.layers.*.mlp.gate_proj": "column"},
+    **{"model.layers.*.mlp.up_proj": "column", "model.layers.*.mlp.down_proj": "row"},
+    **{"model.embed_tokens": "vocab", "lm_head": "vocab"},
+}
+BASE_STAGES = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+
+
+@pytest.mark.parametrize("kind", ["everywhere", "whole", "tokens", "prompt"])
+def test_a_plan_written_for_the_base_model_reaches_it(kind: str) -> None:
+    """Rules, stages, units, precision and groups by the names that the model has without adapters."""
+    plan = sw.Plan(
+        mesh=sw.Mesh(pp=2, tp=2),
+        merge=sw.Merge(microbatches=2),
+        pipeline=sw.Pipeline(stages=BASE_STAGES | ({"prompt_encoder": 0} if kind == "prompt" else {})),
+        tensor=sw.Tensor(rules=BASE_RULES),
+        precision=sw.Precision(keep=("model.layers.0.mlp.up_proj.weight",)),
+        activations=sw.Activations(checkpoint=("model.layers.1",)),
+    )
+    case = program("llama", kind)
+    # Losses of transformers are computed in float32.
+    assert_close(train(case, plan), in_one_process(case, plan), relative=1e-5)
+
+    def decided(channel: sw.Channel) -> tuple[set[str], list[str]]:
+        groups = {"queries": "model.layers.*.self_attn.q_proj"} if kind != "prompt" else None
+        decision = engine_of(channel, adapted("llama", kind), plan, groups=groups).tensor_decision
+        return set(decision.plan.cuts), list(decision.left)
+
+    cuts, left = sw.simulate(4, decided)[0]
+    around = "base_model.model.layers.0" if kind == "prompt" else "base_model.model.model.layers.0"
+    assert f"{around}.self_attn.q_proj{'.base_layer' if kind != 'prompt' else ''}.weight" in cuts
+    if kind == "everywhere":
+        assert {f"{around}.mlp.up_proj.lora_B.default.weight", f"{around}.mlp.down_proj.lora_A.default.weight"} <= cuts
+    if kind == "whole":  # the copy that is trained, and the original that takes its place without adapters
+        head = "base_model.model.lm_head"
+        assert {f"{head}.modules_to_save.default.weight", f"{head}.original_module.weight"} <= cuts
+    assert left == (["base_model.model.model.embed_tokens"] if kind == "tokens" else [])
 
 
 def of(kind: str, call: Callable[[sw.Engine, Path], object]) -> Callable[[Path], None]:
