@@ -7,7 +7,6 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.comm.device_sums import BackendSum, ExactSum
 
 
 class GoesOnAlone:
@@ -71,17 +70,3 @@ class SharesMemory(GoesOnAlone):
         self.exchange(b"", purpose="sight of shared memory")
         del self._memories[id(own)]
         return shared
-
-
-class Adding:
-    """The sum of a silent device."""
-
-    is_done = True
-
-    def __init__(self, total: ExactSum | BackendSum) -> None:
-        self._total: ExactSum | BackendSum | None = total
-
-    def wait(self) -> None:
-        if self._total is not None:
-            self._total.finish()
-        self._total = None

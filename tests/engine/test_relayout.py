@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError, ShardwiseError
-from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, layout, same_bits, state_of, train
+from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, same_bits, state_of, train
 from tests.engine.loops import mean_square, sgd
 from tests.oracle.batches import word_batch
 from tests.oracle.decoder import decoder
@@ -69,34 +69,6 @@ def test_through_five_layouts_and_back_to_the_bits_it_started_from(names: Sequen
         assert state.keys() == before.keys()
         assert all(same_bits(tensor, before[piece]) for piece, tensor in state.items())
         assert settings == settings_before
-
-
-SAME_BITS = [
-    layout(1, 4, 1, "slice", 500),
-    layout(1, 4, 3, "slice", 130),
-    layout(4, 1, 0, "slice", 1 << 20),
-    layout(2, 2, 2, "whole", 300),
-]
-"""Layouts in which the losses of one update have the same bits."""
-
-
-def test_training_goes_on_as_if_nothing_had_been_with_the_same_dropout() -> None:
-    """`tests/oracle/test_trained_before.py` goes between axes, to the order of sums."""
-
-    def still(channel: sw.Channel) -> list[float]:
-        return train(engine_of(SAME_BITS[0], channel), channel, range(8))
-
-    def moving(channel: sw.Channel) -> list[float]:
-        engine = engine_of(SAME_BITS[0], channel)
-        losses = train(engine, channel, range(2))
-        for at, plan in enumerate(SAME_BITS[1:], 1):
-            engine = sw.relayout(engine, plan)
-            losses += train(engine, channel, range(2 * at, 2 * at + 2))
-        return losses
-
-    wanted = sw.simulate(4, still)
-    assert sw.simulate(4, moving) == wanted
-    assert len(set(wanted[0])) == 8
 
 
 def test_schedules_hooks_and_optimizers_of_the_user_go_on_and_the_engine_before_refuses() -> None:

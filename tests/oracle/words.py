@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.oracle.batches import NUM_WORDS, Batch, word_loss
+from tests.oracle.batches import NUM_WORDS, Batch
 from tests.oracle.program import seeded
 
 
@@ -91,11 +91,6 @@ def words_with_kept_norm() -> WordsWithKeptNorm:
 def curve() -> Curve:
     """The same `Curve` for every caller."""
     return seeded(Curve)()
-
-
-def loss_of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of a model of words on a batch."""
-    return word_loss(model(batch["words"]), batch)
 
 
 def curve_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError, OptimizerError
-from tests.engine.tower import HAVE_ALL, PLANS, engine_on, masters, on_ranks, plain, tower, trained
+from tests.engine.tower import HAVE_ALL, PLANS, engine_on, masters, on_ranks, plain, trained
 
 FLOAT32 = [name for name in PLANS if "bf16" not in name]
 IN_PARTS = ("stage 3", "tp", "pp", "pp tp")
@@ -181,30 +181,6 @@ def test_a_whole_parameter_of_the_optimizer_is_read_alone(name: str) -> None:
         values = sorted(value for of_rank in found for value in of_rank[look])
         rounding = 1e-2 if "bfloat16" in look else 1e-5
         assert values == pytest.approx(sorted(expected), rel=rounding, abs=1e-6), look
-
-
-ELEMENT_BY_ELEMENT: dict[str, Callable[[Any], object]] = {
-    "data": lambda each: each.data.mul_(0.5),
-    "lerp_": lambda each: each.lerp_(torch.zeros_like(each), 0.5),
-    "decayed": lambda each: each.add_(each.detach().clone().sign(), alpha=-0.01),
-    "foreach": lambda each: torch._foreach_mul_([each], 0.5),
-    "clamp_": lambda each: each.clamp_(-0.05, 0.05),
-    "where": lambda each: each.copy_(torch.where(each > 0, each, torch.zeros_like(each))),
-}
-
-
-@pytest.mark.parametrize("name", ["one", "stage 1", "tp", "pp", "pp tp"])
-def test_what_goes_element_by_element_over_the_model_s_parameters_is_right_on_parts(name: str) -> None:
-    def run(channel: sw.Channel) -> None:
-        engine, expected = engine_on(channel, name), tower()
-        for way, write in ELEMENT_BY_ELEMENT.items():
-            with torch.no_grad():
-                for each in [*engine.model.parameters(), *expected.parameters()]:
-                    write(each)
-            values = dict(sw.full(engine))
-            assert all(torch.equal(values[key], each) for key, each in expected.state_dict().items()), way
-
-    on_ranks(name, run)
 
 
 def test_a_matrix_that_is_whole_during_an_update_only_says_so_between_two() -> None:

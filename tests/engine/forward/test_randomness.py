@@ -57,20 +57,6 @@ def losses(num_ranks: int, k: int, *, seed: int | None = None, model_seed: int =
     return first
 
 
-def test_seeds_steps_and_microbatches_have_masks_of_their_own_and_have_them_again() -> None:
-    def masks(seed: int) -> list[torch.Tensor]:
-        engine, drawn = engine_of(sw.comm.alone(), k=2, seed=seed), list[torch.Tensor]()
-        engine.model.dropout.register_forward_hook(lambda *given: drawn.append(given[2] == 0))
-        torch.rand(seed)
-        train(engine, [points(step, 8) for step in range(3)])
-        return drawn
-
-    drawn = [*masks(1), *masks(2)]
-    assert len(drawn) == 12
-    assert not any(torch.equal(one, other) for at, one in enumerate(drawn) for other in drawn[:at])
-    assert all(map(torch.equal, masks(1), drawn))
-
-
 def test_masks_do_not_depend_on_how_microbatches_lie_over_data_ranks() -> None:
     expected = losses(1, 4)
     assert losses(2, 2) == pytest.approx(expected, rel=1e-6)

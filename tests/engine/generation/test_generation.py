@@ -1,8 +1,12 @@
-"""`engine.generate` gives the tokens that `generate` of one process gives, under any plan, by any way of decoding."""
+"""`engine.generate` gives the tokens that `generate` of one process gives, under any plan, by any way of decoding.
+
+Also what loops of reinforcement learning do between updates: lists of prompts and inputs, frozen engines, inner calls.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +15,69 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.engine.generating import SHORT, Apart, in_one_process, llama, mesh, named, prompts, under
-from tests.engine.loops import begun
-from tests.engine.pipeline.transformers_models import MAKERS, sentences
+from shardwise.errors import ModelError
+from tests.covering import covering
+from tests.engine.channels import GoesOnAlone
+from tests.engine.loops import begun, mean_square
+from tests.engine.pipeline.transformers_models import DECODER, MAKERS, sentences
 from tests.engine.refusals import same_error_everywhere
-from tests.oracle.program import seeded
+from tests.engine.tower import TP, on_ranks, tower
+from tests.oracle.program import seeded, sgd
 from tests.refusals import Refusals
+
+SHORT: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 2}
+
+
+def llama() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
+    sizes = {**DECODER, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    return seeded(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)))().double()
+
+
+def prompts(seed: int = 0, rows: int = 3) -> dict[str, torch.Tensor]:
+    """[rows, 5] tokens, some padded on the left."""
+    batch = sentences(seed)
+    return {name: batch[name].flip(1)[:rows].contiguous() for name in ("input_ids", "attention_mask")}
+
+
+def in_one_process(model: nn.Module, inputs: Any, seed: int = 7, **kwargs: Any) -> torch.Tensor:
+    """What a plain program gets."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokens: torch.Tensor = model.eval().generate(**inputs, **SHORT, **kwargs)  # type: ignore[operator]
+        return tokens
+
+
+def under(plan: sw.Plan, model: nn.Module, channel: sw.Channel) -> sw.Engine:
+    return sw.parallelize(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), channel=channel)
+
+
+def named(value: Any) -> str:
+    if isinstance(value, sw.Plan):
+        return f"{value.mesh} {value.sharding.stage}"
+    if isinstance(value, str):
+        return value
+    return value.__name__ if callable(value) else " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def mesh(text: str, stage: int = 1, *, tp: bool = False) -> sw.Plan:
+    return sw.Plan(
+        mesh=sw.Mesh.parse(text),
+        sharding=sw.Sharding(stage=3, bucket_bytes=4000) if stage == 3 else sw.Sharding(stage=stage),
+        tensor=sw.Tensor(rules="auto" if tp else None),
+    )
+
+
+class Apart(GoesOnAlone):
+    """No rank can read what another has: all must gather together."""
+
+    def over(self, ranks: Sequence[int]) -> sw.Channel:
+        return Apart(super().over(ranks))
+
+    def share(self, num_bytes: int) -> None:
+        return None
+
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -263,6 +324,125 @@ def test_without_a_seed_numbers_come_from_the_step_and_the_data_rank() -> None:
     one, other = sw.simulate(2, run)
     assert one[0] == one[1] != one[2]
     assert one[0] != other[0]
+
+
+# What loops of reinforcement learning do between updates --------------------------------------------------------------
+
+
+PLANS = [mesh("single"), mesh("dp_shard=2", 3), mesh("pp=2,dp_shard=2", 3), mesh("tp=2", tp=True)]
+SHARES = ([[0, 1, 2], [3]], [[0, 1, 2, 3], []])
+"""Which of four prompts each of two data ranks has."""
+SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
+
+
+def prompt(number: int) -> dict[str, torch.Tensor]:
+    """Prompts of unlike lengths and numbers of rows."""
+    return {name: rows[:, : 3 + number % 3] for name, rows in prompts(number, rows=1 + number % 2).items()}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tokens of each prompt in one process, and the model's logits for them."""
+    tokens = [in_one_process(llama(), prompt(number), seed=number, **SAMPLING) for number in range(4)]
+    with torch.no_grad():
+        return [(each, llama().eval()(each).logits) for each in tokens]
+
+
+@pytest.mark.parametrize(
+    ("plan", "share", "gather", "is_apart"),
+    covering(PLANS, SHARES, ("each", "once"), (False, True), strength=2),
+    ids=lambda each: named(each) if isinstance(each, sw.Plan) else str(each),
+)
+def test_data_ranks_have_unlike_numbers_of_prompts_and_of_inputs(
+    plan: sw.Plan, share: Sequence[Sequence[int]], gather: Any, is_apart: bool, wanted: Any
+) -> None:
+    """`is_apart`: no rank can read what another has, so that all gather together."""
+
+    def run(channel: sw.Channel) -> list[int]:
+        engine = under(plan, llama().train(), Apart(channel) if is_apart else channel)
+        mine = list(range(4) if plan.mesh.num_data_ranks == 1 else share[plan.mesh.data_rank(channel.rank)])
+        state = torch.get_rng_state()
+        tokens = engine.generate([prompt(number) for number in mine], seed=mine, gather=gather, **SHORT, **SAMPLING)
+        logits = engine.predict(
+            [{"input_ids": each} for each in tokens], lambda inputs: engine.model(inputs["input_ids"]).logits
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(module.training for module in engine.model.modules())
+        assert len(tokens) == len(logits) == len(mine)
+        for number, found, other in zip(mine, tokens, logits, strict=True):
+            assert torch.equal(found.cpu(), wanted[number][0])
+            assert torch.allclose(other.cpu(), wanted[number][1], atol=1e-12)
+        return mine
+
+    assert {each for mine in sw.simulate(plan.mesh.size, run) for each in mine} == {0, 1, 2, 3}
+
+
+def test_one_seed_goes_on_over_all_prompts() -> None:
+    model: Any = llama().eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        expected = [model.generate(**prompt(number), **SHORT, **SAMPLING) for number in range(2)]
+    engine = under(sw.Plan(), llama(), sw.comm.alone())
+    first, none, last = engine.generate([prompt(0), None, prompt(1)], seed=3, **SHORT, **SAMPLING)
+    assert torch.equal(first, expected[0])
+    assert torch.equal(last, expected[1])
+    assert none.shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "call"),
+    [
+        *[(mesh("dp_shard=2", 0), call) for call in ("generate", "predict", "evaluate", "step")],
+        *[(mesh("dp_shard=2", 3), "predict"), (mesh("pp=2"), "generate")],
+    ],
+    ids=named,
+)
+def test_a_call_inside_of_a_loss_is_right_or_refused(plan: sw.Plan, call: str) -> None:
+    batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.arange(8).view(2, 4)}
+
+    def run(channel: sw.Channel, *, is_inside: bool = True) -> float:
+        calls: list[Any] = []
+
+        def loss(output: Any, _: Any) -> torch.Tensor:
+            if calls:
+                calls.pop()()
+            found: torch.Tensor = output.loss
+            return found
+
+        engine = sw.parallelize(llama(), plan, optimizer=sgd, loss=loss, channel=channel)
+        inner: dict[str, Any] = {
+            "generate": lambda: engine.generate({"input_ids": batch["input_ids"]}, seed=1, **SHORT)
+        }
+        calls += [inner.get(call, lambda: getattr(engine, call)(batch))] if is_inside else []
+        engine.step(batch)
+        return engine.evaluate(batch).loss
+
+    if call != "step" and plan.sharding.stage == 0:
+        assert sw.simulate(2, run) == sw.simulate(2, partial(run, is_inside=False))
+        return
+    # By a fault of the program, as any error in a forward: it stops the ranks.
+    with pytest.raises(ModelError, match=f"engine.{call} was called inside of engine.step.* make the inner call first"):
+        sw.simulate(2, run)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=named)
+def test_a_frozen_model_needs_no_optimizer(plan: sw.Plan, tmp_path: Path) -> None:
+    def run(channel: sw.Channel) -> None:
+        asked = sw.Plan(mesh=plan.mesh, sharding=plan.sharding, tensor=TP if plan.mesh.tp > 1 else sw.Tensor())
+        model = tower().requires_grad_(False)
+        engine = sw.parallelize(model, asked, optimizer=None, loss=mean_square, channel=channel)
+        assert engine.optimizers == ()
+        rows = {"input": torch.ones(2, 4)}
+        before, loss = engine.predict(rows), engine.evaluate(rows).loss
+        sw.save(tmp_path / "save", engine)
+        sw.load(tmp_path / "save", engine)
+        assert torch.equal(engine.predict(rows), before)
+        assert engine.evaluate(rows).loss == loss
+
+    on_ranks(plan, run)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def generate(make: Callable[[], nn.Module], inputs: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Buffers that a forward resizes, brings or takes away, as observers of quantisation-aware training do."""
+"""Buffers that a forward writes, resizes, brings or takes away, as observers of quantisation-aware training do."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from tests.engine.loops import begun, mean_square, share
+from tests.engine.formed import formed, linear
+from tests.engine.loops import begun, mean_square, rows, share
+from tests.engine.loops import plan_of as short_plan_of
 from tests.oracle.places import data_share
 from tests.oracle.program import adamw, plan_of
 from tests.oracle.programs import PROGRAMS
@@ -67,8 +69,8 @@ class Changing(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.rows.resize_(len(input), 4).copy_(input)
-            self.kind = self.kind.to(torch.int64 if len(input) % 2 else torch.float64) + 1
-            self.late = None if len(input) % 2 else torch.full((len(input),), 3.0)
+            self.kind = torch.full((2,), len(input), dtype=torch.int64 if len(input) % 2 else torch.complex64)
+            self.late = None if len(input) % 2 else torch.full((len(input),), True)
         y: torch.Tensor = self.map(input)
         return y
 
@@ -92,3 +94,37 @@ def test_ranks_that_have_other_shapes_take_those_of_data_rank_zero(mesh: sw.Mesh
         for got, expected in zip(each, first, strict=True):
             assert got.keys() == expected.keys()
             assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def in_place(net: Any, x: torch.Tensor) -> Any:
+    net.mean.mul_(0.9).add_(x.detach().mean(0))
+    net.seen.add_(len(x))
+    return net.map(x)
+
+
+def replaced(net: Any, x: torch.Tensor) -> Any:
+    net.seen = net.seen + len(x)
+    return net.map(x)
+
+
+def unchanged(net: Any, x: torch.Tensor) -> Any:
+    return net.map(x)
+
+
+def put_buffers(net: Any) -> None:
+    net.register_buffer("mean", torch.zeros(4))
+    net.register_buffer("seen", torch.tensor(0))
+    net.also_mean = nn.Module()
+    net.also_mean.register_buffer("mean", net.mean)
+
+
+@pytest.mark.parametrize(("write", "num_bytes"), [(unchanged, []), (in_place, [4 * 4 + 8] * 2), (replaced, [8] * 2)])
+def test_only_buffers_that_changed_are_sent_in_one_call_per_update(write: Any, num_bytes: list[int]) -> None:
+    def run(channel: sw.Channel) -> list[int]:
+        recorded = sw.Recorded(channel)
+        engine = begun(recorded, formed(write, put_buffers, map=linear(4, 1)), short_plan_of("dp_shard=2"))
+        for seed in range(2):
+            engine.step(rows(seed + channel.rank))
+        return [call.bytes_sent for call in recorded.calls if call.purpose == "buffers of the model"]
+
+    assert sw.simulate(2, run)[0] == num_bytes
