@@ -91,6 +91,7 @@ FORMS = {
         is_foreign=True,
     ),
     "dcp": Form(give=_save, convert="dcp", is_foreign=True),
+    "torchtitan": Form(give=_save, convert="torchtitan", is_foreign=True),
     "deepspeed-universal": Form(give=_save, convert="deepspeed-universal", is_foreign=True),
 }
 """Those of weights alone come first: an engine takes them only before its first update."""
