@@ -55,6 +55,7 @@ def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path) -> None:
         "float8": torch.arange(6.0).view(2, 3).to(torch.float8_e4m3fn),
         "words": torch.tensor([1, 2, 4_000_000_000], dtype=torch.uint32),
     }
+    state["tied"] = state["rows"]
     checkpoint.save(tmp_path / "ours", state)
     with small_limits(64):
         checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)

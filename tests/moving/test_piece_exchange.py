@@ -184,20 +184,6 @@ def test_subsets_of_ranks_that_do_not_overlap_trainer_to_inference() -> None:
     assert sent[2:] == [0, 0]
 
 
-def test_thousands_of_small_tensors_travel_together() -> None:
-    names = [f"layers.{at}" for at in range(2000)]
-
-    def move(channel: sw.Channel) -> int:
-        watched = Watched(channel)
-        pieces = [piece_of(name) for name in names]
-        source = {each: torch.full((4,), float(at)) for at, each in enumerate(pieces)} if channel.rank == 0 else {}
-        result = sw.reshard(source, dict.fromkeys(pieces) if channel.rank == 1 else {}, watched)
-        assert [tensor[3].item() for tensor in result.values()] == [float(at) for at in range(len(result))]
-        return watched.num_messages
-
-    assert sw.simulate(3, move) == [1, 1, 0]
-
-
 def over(memory: torch.Tensor, first: int, size: int, step: int) -> torch.Tensor:
     return memory[first : first + size * step : step]
 

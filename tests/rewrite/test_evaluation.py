@@ -180,16 +180,6 @@ def test_each_form_equals_the_oracle_in_few_fragments_and_is_undone_by_text_that
         assert_same(resolved(back, outputs, {}), {key: each for key, each in sources.items() if key in back.outputs})
 
 
-def test_a_star_on_the_right_takes_the_names_of_the_target() -> None:
-    sources = sources_of({"w": (6, 2)})
-    target = {"e.10.w": (2, 2), "e.0.w": (2, 2), "e.9.w": (2, 2)}
-    checked = Rewrite("w -> e.*.w, axis=0").check(metas(sources), target)
-    expected = interpret("w -> e.*.w, axis=0", sources, dict.fromkeys(target, ()))
-    assert_same(resolved(checked, sources, {}), expected)
-    assert expected["e.9.w"].values.tolist() == sources["w"].values[2:4].tolist()
-    assert_same(resolved(checked.inverse().check(metas(expected)), expected, {}), sources)
-
-
 A = (2, 3)
 NAMES: dict[str, tuple[str, str]] = {
     # text: the names that are there, and those that come out
@@ -341,15 +331,6 @@ def test_ties_of_sources_become_ties_of_outputs() -> None:
 def test_of_tied_outputs_the_one_that_the_target_wants_stands_for_the_others() -> None:
     checked = Rewrite("embed -> e; head -> h").check({"embed": A}, {"h": A}, aliases={"head": "embed"})
     assert (set(checked.outputs), dict(checked.ties)) == ({"h"}, {"e": "h"})
-
-
-def test_without_comparison_a_target_only_tells_names() -> None:
-    checked = Rewrite("w -> e.*, axis=0").apply({"w": (4,), "x": A}, wanted={"e.0": (7,), "e.1": (7,), "y": A})
-    assert checked.outputs == {
-        "x": TensorMeta(A, "float32"),
-        "e.0": TensorMeta((2,), "float32"),
-        "e.1": TensorMeta((2,), "float32"),
-    }
 
 
 def test_dropped_are_the_sources_of_which_nothing_comes_out() -> None:
