@@ -64,6 +64,8 @@ FOR = {
 
 def by_hand(name: str, old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What some of them make, by torch: matrices of heads by groups or whole, gate above up, linear layers."""
+    if name.startswith("expert-stacking"):  # as the live modules have them
+        return dict(build(FOR[name]).state_dict())
     layer, made = "model.layers.1.", {}
     if name in ("llama-qkv", "llama-vllm"):
         for kind in ("weight", "bias"):
@@ -94,17 +96,6 @@ def test_a_shipped_rewrite_fits_its_model_and_leads_back(tmp_path: Path, name: s
     assert same({key: made[key] for key in expected}, expected)
     checkpoint.convert(tmp_path / "save", tmp_path / "back", to="hf", rewrite=there.inverse())
     assert same(tensors_of(tmp_path / "back"), tensors_of(source))
-
-
-@pytest.mark.parametrize("name", ["expert-stacking", "expert-stacking-w123"])
-def test_stacked_experts_have_the_names_and_shapes_of_the_live_modules(tmp_path: Path, name: str) -> None:
-    model = build(FOR[name])
-    import_hf(save(model, tmp_path / "hf", 1 << 30), tmp_path / "save", shipped(name))
-    state = model.state_dict()
-    assert same(tensors_of(tmp_path / "save"), state)
-    target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    checkpoint.load(tmp_path / "hf", target, rewrite=shipped(name))
-    assert same(target, state)
 
 
 def test_numbers_of_heads_come_from_the_configuration_and_explicit_ones_win(tmp_path: Path) -> None:

@@ -123,14 +123,6 @@ def test_ties_load_into_tied_and_untied_models(source_is_object: bool, target_is
         assert torch.equal(target.two.weight, source.one.weight)
 
 
-def test_an_alias_alone_is_found_under_the_name_that_was_saved(tmp_path: Path) -> None:
-    source = Pair(tied=True)
-    checkpoint.save(tmp_path, source.state_dict())
-    target = {"two.weight": torch.zeros(3, 3)}
-    assert report_of(tmp_path, target).unexpected == ()
-    assert torch.equal(target["two.weight"], source.one.weight)
-
-
 def test_views_of_one_memory_with_other_values_are_not_ties(tmp_path: Path) -> None:
     values = torch.tensor([1 + 2j, 3 - 1j])
     checkpoint.save(tmp_path, {"a": values, "b": values.conj(), "c": values[:1], "d": values.imag})
@@ -219,19 +211,6 @@ def test_optimizer_state_goes_by_name_and_is_never_shifted(
         if name in expected:
             assert torch.equal(moment, expected[name]), name
             assert torch.equal(target.get_parameter(name), source.get_parameter(name))
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_no_rank_wants_is_unexpected_and_what_one_wants_is_not(verify: bool, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"a": torch.arange(4), "b": torch.arange(3), "c": torch.arange(2)})
-    states = [{"a": torch.zeros(4, dtype=torch.int64)}, {"b": torch.zeros(3, dtype=torch.int64)}]
-
-    def run(channel: Channel) -> tuple[str, ...]:
-        return sw.load(tmp_path, states[channel.rank], strict=False, verify=verify, channel=channel).report.unexpected
-
-    assert sw.simulate(2, run) == [("c: unexpected; the target has no place for it",)] * 2
-    assert torch.equal(states[0]["a"], torch.arange(4))
-    assert torch.equal(states[1]["b"], torch.arange(3))
 
 
 def seven(rank: int) -> dict[str, torch.Tensor]:
@@ -440,17 +419,6 @@ def test_copies_are_compared_as_a_rewrite_makes_them(equal: bool, tmp_path: Path
         assert all(torch.equal(model.embed.weight, apart()["embed.weight"]) for model in models)
     else:
         assert "the two have different values" in errors[0]
-
-
-def test_a_checkpoint_with_copies_goes_through_convert_and_import(tmp_path: Path) -> None:
-    path = put(tmp_path, "safetensors", apart())
-    checkpoint.convert(path, tmp_path / "converted")
-    checkpoint.import_hf(path, tmp_path / "imported")
-    checkpoint.convert(tmp_path / "imported", tmp_path / "hf", to="hf")
-    for name in ("converted", "imported", "hf"):
-        [model], errors = load(tmp_path / name, 1)
-        assert not errors
-        assert torch.equal(model.embed.weight, apart()["embed.weight"])
 
 
 def test_copies_with_equal_checksums_are_not_read(tmp_path: Path) -> None:

@@ -147,19 +147,6 @@ def test_pieces_of_several_tensors_come_in_any_order() -> None:
     sw.simulate(2, move)
 
 
-def test_what_stays_is_copied_without_a_message() -> None:
-    def move(channel: sw.Channel) -> int:
-        recorded = sw.Recorded(channel)
-        pieces = of_layers(RUNS, channel.rank)
-        source = state_of(pieces, LAYERS)
-        result = sw.reshard(source, dict.fromkeys(pieces), recorded)
-        assert all(bits(result[piece]) == bits(source[piece]) for piece in pieces)
-        assert all(result[piece].data_ptr() != source[piece].data_ptr() for piece in pieces if piece.num_elements)
-        return recorded.bytes_sent("send")
-
-    assert sw.simulate(4, move) == [0, 0, 0, 0]
-
-
 def test_subsets_of_ranks_that_do_not_overlap_trainer_to_inference() -> None:
     """Two ranks train with uneven runs; the two others serve: columns, and a narrower dtype."""
     runs = Layout(Mesh(dp_shard=2), {"dp_shard": Cut((0, 50, 128))})
