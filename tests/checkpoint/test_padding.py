@@ -1,22 +1,17 @@
 """A vocabulary that is padded on the way into another layout, and cropped on the way back, with its optimizer state."""
 
 import json
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import shardwise as sw
 from shardwise.errors import RewriteError
-from tests.checkpoint.layouts import Whole
+from tests.checkpoint.cut_tensors import Cut, tensors_of
+from tests.checkpoint.rewritten_tensors import load_all, same_pieces, shares_of
 from tests.checkpoint.small_states import same_tensor
-from tests.oracle.batches import NUM_WORDS, word_batch, word_loss
-
-PADDED = NUM_WORDS + 5
 
 
 def test_a_crop_comes_back_only_where_the_text_says_what_the_elements_were(tmp_path: Path) -> None:
@@ -39,70 +34,19 @@ def test_a_crop_comes_back_only_where_the_text_says_what_the_elements_were(tmp_p
     assert same_tensor(state["b"], tensors["b"])
 
 
-KEPT = f"""
-    embedding.weight -> embedding.weight, pad='[{PADDED},-1]', fill='kept'
-    head.weight -> head.weight, pad='[{PADDED},-1]', fill='kept'
-    head.bias -> head.bias, pad='[{PADDED}]', fill='kept'
-"""
-
-
-class Model(nn.Module):
-    """Embedding and head apart, and a bias: words that nobody says have no probability."""
-
-    def __init__(self, num_words: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(num_words, 6)
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-        self.head = nn.Linear(6, num_words)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.down(torch.tanh(self.up(self.embedding(words)))))
-        return out
-
-
-RULES = {"embedding": "vocab", "up": "column", "down": "row", "head": "vocab"}
-BFLOAT16 = sw.Precision(compute="bfloat16")
-LAYOUTS: Mapping[str, sw.Plan] = {
-    "one": sw.Plan(),
-    "runs": sw.Plan(mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(stage=3), precision=BFLOAT16),
-    "tp and runs": sw.Plan(mesh=sw.Mesh(dp_shard=2, tp=2), tensor=sw.Tensor(rules=RULES), precision=BFLOAT16),
-}
-
-
-def engine_of(layout: str, num_words: int, channel: sw.Channel) -> sw.Engine:
-    """A fresh engine, the same for every caller."""
-    optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Model(num_words)
-    return sw.parallelize(model, LAYOUTS[layout], optimizer=optimizer, loss=word_loss, channel=channel)
-
-
-@pytest.mark.parametrize("layout", ["runs", "tp and runs"])
-def test_new_rows_of_a_larger_model_keep_their_values(tmp_path: Path, layout: str) -> None:
-    def save(channel: sw.Channel) -> None:
-        engine = engine_of("one", NUM_WORDS, channel)
-        engine.step(word_batch(0, 4))
-        sw.save(tmp_path, engine, channel=channel)
-
-    def load(channel: sw.Channel) -> tuple[Whole, Whole]:
-        engine = engine_of(layout, PADDED, channel)
-        before = dict(sw.full(engine, optimizer=True))
-        sw.load(tmp_path, engine, rewrite=sw.Rewrite(KEPT), channel=channel)
-        return before, dict(sw.full(engine, optimizer=True))
-
-    sw.simulate(1, save)
-    before, after = sw.simulate(LAYOUTS[layout].mesh.size, load)[0]
-    saved = sw.checkpoint.open(tmp_path)
-    for name in ("embedding.weight", "head.weight", "head.bias"):
-        master = f"optimizer/{name}/master"
-        held = master if master in after else name
-        assert torch.equal(after[held][NUM_WORDS:], before[held][NUM_WORDS:])
-        assert torch.equal(after[held][:NUM_WORDS], saved.read(name))
-        moments = after[f"optimizer/{name}/exp_avg"]
-        assert torch.equal(moments[:NUM_WORDS], saved.read(f"optimizer/{name}/exp_avg"))
-        assert not moments[NUM_WORDS:].any()
+@pytest.mark.parametrize("how", ["rows", "columns", "runs"])
+def test_new_rows_of_a_larger_target_keep_their_values(tmp_path: Path, how: Cut) -> None:
+    """Moments of new rows are zeros. A first rank that has the last rows has nothing to read."""
+    names = ("w", "optimizer/w/exp_avg")
+    sw.save(tmp_path, {name: torch.randn(6, 4) for name in names})
+    saved = tensors_of(tmp_path)
+    expected = {"optimizer/w/master": torch.randn(9, 4), "optimizer/w/exp_avg": torch.zeros(9, 4)}
+    target = {name: torch.ones(9, 4) if "avg" in name else each.clone() for name, each in expected.items()}
+    for each, name in zip(expected.values(), names, strict=True):
+        each[:6] = saved[name]
+    got = shares_of(target, how, 3)[::-1]
+    load_all(tmp_path, got, rewrite=sw.Rewrite("w -> w, pad='[9,-1]', fill='kept'"))
+    assert all(same_pieces(*pair) for pair in zip(got, shares_of(expected, how, 3)[::-1], strict=True))
 
 
 @pytest.mark.parametrize("through", ["hf", "save"])
