@@ -16,7 +16,8 @@ from shardwise import checkpoint
 from tests.checkpoint.deepspeed.load_universal import LOSSES, digest_of, write_universal
 from tests.checkpoint.deepspeed.write import FOLDERS
 from tests.checkpoint.small_limits import small_limits
-from tests.checkpoint.stored_values import random_state, same_bytes
+from tests.checkpoint.small_states import same_tensor
+from tests.checkpoint.stored_values import random_state
 
 
 def test_parameters_that_no_step_has_changed_are_in_the_groups_that_torch_gathers(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path) -> None:
         checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load({"model": loaded}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(same_bytes(loaded[name], tensor) for name, tensor in state.items())
+    assert all(same_tensor(loaded[name], tensor) for name, tensor in state.items())
     metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
     assert isinstance(metadata, Metadata)
     rows = metadata.state_dict_metadata["model.rows"]
@@ -76,8 +77,8 @@ def test_torch_gathers_what_its_own_saves_would_have(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "gathered.pt")
     found = torch.load(tmp_path / "gathered.pt")
     expected = torch.load(folder / "full_state.pt")
-    assert all(same_bytes(found["model"][name], tensor) for name, tensor in expected["model"].items())
+    assert all(same_tensor(found["model"][name], tensor) for name, tensor in expected["model"].items())
     for name, state in expected["optimizer"]["state"].items():
         for key, tensor in state.items():
-            assert same_bytes(found["optim"]["state"][name][key], tensor)
+            assert same_tensor(found["optim"]["state"][name][key], tensor)
     assert found["optim"]["param_groups"] == expected["optimizer"]["param_groups"]

@@ -76,6 +76,21 @@ def converted(
     assert same(tensors_of(path / "b"), plain(case))
 
 
+def streamed(name: str, case: Case, source: Cut, target: Cut, path: Path) -> None:
+    """From the pieces of two ranks into those of two others."""
+    held, expected = shares_of(case.values(), source, 2), shares_of(case.plain(case.values()), target, 2)
+    got = blank(expected)
+
+    def run(channel: Channel) -> None:
+        if channel.rank < 2:
+            sw.stream(held[channel.rank], None, channel=channel, rewrite=Rewrite(case.text))
+        else:
+            sw.stream(None, got[channel.rank - 2], channel=channel)
+
+    sw.simulate(4, run)
+    assert all(same_pieces(*pair) for pair in zip(got, expected, strict=True))
+
+
 def plain(case: Case) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in case.plain(case.values()).items()}
 
@@ -87,6 +102,7 @@ WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "save whole": (saved, {"files": "whole"}),
     "full": (made_full, {"to": "all"}),
     "full on one": (made_full, {"to": 2}),
+    "stream": (streamed, {}),
     "convert to pieces": (converted, {"to": "pieces"}),
     "convert to hf in small windows": (converted, {"to": "hf", "window_bytes": 100}),
     "convert to dcp": (converted, {"to": "dcp"}),

@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.checkpoint.foreign import read_foreign
-from shardwise.checkpoint.local import LocalStore
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import is_dtensor, local_pieces
 from shardwise.space import Piece, check_cover
-from tests.checkpoint.stored_values import check_contents
+from tests.contracts.format_cases import check_tensors
 from tests.processes.pool import Pool
 
 
@@ -79,10 +77,10 @@ def saved_by_dcp(channel: Channel, folder: str) -> dict[str, object]:
     state = get_model_state_dict(model) | get_optimizer_state_dict(model, optimizer, options=options)
     state["everywhere"] = torch.arange(3.0)
     save(dict(state), checkpoint_id=folder)
-    contents = read_foreign(LocalStore(folder))
+    contents = sw.checkpoint.open(folder).contents
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     whole = {name: value.full_tensor() if is_dtensor(value) else value for name, value in tensors.items()}
-    check_contents(contents, Path(folder), whole)
+    check_tensors(Path(folder), whole)
     assert any(len(stored.pieces) == 2 for stored in contents.tensors.values())
     assert len(contents.file_sizes) == 2
     plain = {name: value for name, value in state.items() if name not in tensors}

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.errors import CheckpointError
-from tests.checkpoint.stored_values import random_state, same_bytes, save_dcp
+from tests.checkpoint.small_states import same_tensor
+from tests.checkpoint.stored_values import random_state, save_dcp
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 
@@ -187,8 +188,8 @@ def test_folders_of_torchtitan_are_read_with_the_optimizer(tmp_path: Path) -> No
     trainer = {"step": 7, "seen": torch.tensor(3)}
     save_dcp(tmp_path, {**weights, "optimizer": {**state, **groups}, "train_state": trainer})
     found = checkpoint.open(tmp_path)
-    assert all(same_bytes(found.read(name), each) for name, each in weights.items())
-    assert all(same_bytes(found.read(f"optimizer/{name}/exp_avg"), state[f"state.{name}.exp_avg"]) for name in weights)
+    assert all(same_tensor(found.read(name), each) for name, each in weights.items())
+    assert all(same_tensor(found.read(f"optimizer/{name}/exp_avg"), state[f"state.{name}.exp_avg"]) for name in weights)
     assert found.tensors.keys() - weights.keys() == {
         *(f"optimizer/{name}/exp_avg" for name in weights),
         "extra/train_state.seen",

@@ -14,7 +14,7 @@ from shardwise import checkpoint
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.foreign_files.small_program import batch, loss_of, make_model
-from tests.checkpoint.stored_values import same_bytes
+from tests.checkpoint.small_states import same_tensor
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 
@@ -48,7 +48,7 @@ def test_names_that_a_file_says_go_before_numbers(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     catalogue = checkpoint.open(tmp_path / "x.pt")
     for name, parameter in model.named_parameters():
-        assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+        assert same_tensor(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
 
 
 def test_running_means_have_no_number_of_an_optimizer(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_running_means_have_no_number_of_an_optimizer(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     catalogue = checkpoint.open(tmp_path / "x.pt")
     for name, parameter in model.named_parameters():
-        assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+        assert same_tensor(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
 
 
 @pytest.mark.parametrize("why", ["several ways", "do not fit", "neither a tensor nor a number"])
