@@ -169,6 +169,28 @@ def test_a_configuration_is_looked_into_for_its_text_part(tmp_path: Path) -> Non
     assert "model.layers.0.self_attn.qkv_proj.weight" in tensors_of(tmp_path / "a")
 
 
+@pytest.mark.parametrize("through", ["hf", "save"])
+def test_a_configuration_has_the_size_of_the_vocabulary(tmp_path: Path, through: str) -> None:
+    (tmp_path / "from").mkdir()
+    save_file(
+        {"embedding.weight": torch.ones(6, 2), "up.weight": torch.ones(6, 6)}, tmp_path / "from/model.safetensors"
+    )
+    config = {"vocab_size": 6, "hidden_size": 6, "text_config": {"vocab_size": 6}, "other_vocab_size": 5}
+    (tmp_path / "from/config.json").write_text(json.dumps(config))
+    pad = sw.Rewrite("embedding.weight -> embedding.weight, pad='[8,-1]'")
+    there, source = tmp_path / "there", tmp_path / "from"
+    if through == "save":
+        sw.checkpoint.convert(source, tmp_path / "save", rewrite=pad)
+        sw.checkpoint.convert(tmp_path / "save", there, to="hf")
+    else:
+        sw.checkpoint.convert(source, there, to="hf", rewrite=pad)
+    found = json.loads((there / "config.json").read_text())
+    assert found == {"vocab_size": 8, "hidden_size": 6, "text_config": {"vocab_size": 8}, "other_vocab_size": 5}
+    crop = sw.Rewrite("embedding.weight -> embedding.weight, crop='[6,-1]', fill=0")
+    sw.checkpoint.convert(there, tmp_path / "back", to="hf", rewrite=crop)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+
+
 NEEDED = {
     "modeling_tiny.py": "from .layers_tiny import Layer",
     "layers_tiny.py": "class Layer: ...",
