@@ -332,32 +332,3 @@ def test_a_rank_that_fails_on_the_way_stops_the_others_with_its_reason() -> None
         sw.simulate(4, move)
     assert len(seen) == 3
     assert all("rank 2 stopped: MemoryError in a reshard: no room left" in text for text in seen)
-
-
-def test_a_rank_without_memory_for_its_target_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the ranks have agreed: rank 1 wants the tensor, and waits in vain for room; rank 0 waits for rank 2."""
-    empty = torch.empty
-
-    def too_small(*size: Any, **options: Any) -> torch.Tensor:
-        if size == ((999,),):
-            raise MemoryError("no room left")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", too_small)
-    seen: list[str] = []
-    alone, late = piece_of("alone", (999,)), piece_of("late", (5,))
-
-    def move(channel: sw.Channel) -> None:
-        source = {0: {alone: torch.ones(999)}, 1: {late: torch.ones(5)}}.get(channel.rank, {})
-        target: dict[Piece, torch.Tensor | None] = {0: {late: None}, 1: {alone: None}}.get(channel.rank, {})  # type: ignore[assignment]
-        try:
-            sw.reshard(source, target, channel)
-            channel.exchange(b"", purpose="going on")
-        except sw.ShardwiseError as error:
-            seen.append(str(error))
-            raise
-
-    with pytest.raises(MemoryError, match="no room left"):
-        sw.simulate(3, move)
-    assert len(seen) == 2
-    assert all("rank 1 stopped: MemoryError in a reshard: no room left" in text for text in seen)
