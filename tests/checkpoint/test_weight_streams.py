@@ -19,23 +19,12 @@ from shardwise.space import Mesh, Piece
 from shardwise.testing.accelerator import behind
 from tests.checkpoint.small_limits import small_limits
 from tests.engine.refusals import same_error_everywhere
-from tests.moving.layouts import Side, bits, empty_state, sides, state_of, strided, whole_values
+from tests.moving.layouts import TENSORS, WHOLES, Side, bits, empty_state, sides, state_of, strided
 from tests.plan.strategies import proven
 from tests.refusals import Refusals
 from tests.space.layouts import Layout, Shard
 
 Target = dict[Piece, torch.Tensor]
-
-TENSORS = (
-    ("w", "float32", (6, 5)),
-    ("b", "bfloat16", (7,)),
-    ("scale", "float8_e4m3fn", (3, 4)),
-    ("mask", "bool", (2, 3, 4)),
-    ("wide", "complex128", (3,)),
-    ("step", "int64", ()),
-    ("none", "float32", (0, 3)),
-)
-WHOLES = {name: whole_values(dtype, shape) for name, dtype, shape in TENSORS}
 
 
 def two_sides(num_ranks: int) -> st.SearchStrategy[tuple[Side, Side]]:

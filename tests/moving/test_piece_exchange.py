@@ -20,23 +20,11 @@ from shardwise.routes.reshard import plan_reshard
 from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Mesh, Piece
 from tests.engine.refusals import same_error_everywhere
-from tests.moving.layouts import Side, State, bits, empty_state, sides, state_of, strided, whole_values
+from tests.moving.layouts import TENSORS, WHOLES, Side, State, bits, empty_state, sides, state_of, strided, whole_values
 from tests.moving.watched import COLUMNS, LAYERS, RUNS, Watched, of_layers, piece_of
 from tests.plan.strategies import proven
 from tests.refusals import Refusals
 from tests.space.layouts import Cut, Layout, Shard
-
-TENSORS = (
-    ("w", "float32", (6, 5)),
-    ("b", "bfloat16", (7,)),
-    ("scale", "float8_e4m3fn", (3, 4)),
-    ("mask", "bool", (2, 3, 4)),
-    ("phase", "complex64", (5, 2)),
-    ("wide", "complex128", (3,)),
-    ("step", "int64", ()),
-    ("none", "float32", (0, 3)),
-)
-WHOLES = {name: whole_values(dtype, shape) for name, dtype, shape in TENSORS}
 
 
 def layouts(num_ranks: int) -> st.SearchStrategy[tuple[Side, Side]]:

@@ -25,7 +25,7 @@ from tests.checkpoint.megatron.cases import (
     STEPS,
     batch_of,
 )
-from tests.checkpoint.megatron.hub import REWRITES, configuration, rewrite_of, untrained
+from tests.checkpoint.megatron.hub import REWRITES, configuration
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 
@@ -134,28 +134,6 @@ def test_common_values_are_where_each_optimizer_of_megatron_looks_for_them(tmp_p
     assert common["iteration"] == STEPS
     assert common["opt_param_scheduler"]["num_steps"] == STEPS * ROWS
     assert json.loads((path.parent / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
-
-
-def test_an_engine_goes_from_megatron_and_back_to_the_bit(tmp_path: Path) -> None:
-    def groups_of(parameters: Any) -> Any:
-        trained = list(parameters)
-        return [{"params": [each for each in trained if (each.ndim == 1) == is_vector]} for is_vector in (False, True)]
-
-    engine = sw.parallelize(
-        untrained("llama"),
-        sw.Plan(),
-        optimizer=lambda parameters: torch.optim.AdamW(groups_of(parameters)),
-        loss=lambda output, batch: output.logits.sum(),
-    )
-    sw.load(MEGATRON / "llama-1", engine, rewrite=rewrite_of("llama"))
-    sw.save(tmp_path / "save", engine, extra={"step": STEPS})
-    code, shown = run("convert", tmp_path / "save", tmp_path / "out", "--to", "megatron", "--inverse", "--certify")
-    assert code == 0, shown
-    source, made = checkpoint.open(MEGATRON / "llama-1"), checkpoint.open(tmp_path / "out")
-    assert made.tensors.keys() == source.tensors.keys()
-    assert all(torch.equal(made.read(name), source.read(name)) for name in source.tensors)
-    assert settings_in(made.contents) == settings_in(source.contents)
-    assert made.step == STEPS
 
 
 LAYER = "decoder.layers.{}.mlp.linear_fc1.weight"
