@@ -1,6 +1,5 @@
 """Evaluation: each form equals the oracle in few fragments and is undone; what is read, kept, tied and refused."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from shardwise.rewrite import Checked, Rewrite, TensorLike, TensorMeta
 from shardwise.space import Box, Run, boxes_of_run
 from tests.refusals import Refusals
 from tests.rewrite.filling import assert_same, proved, resolved, whole
-from tests.rewrite.oracle import Tensor, interpret, metas, split_line
+from tests.rewrite.oracle import Tensor, interpret, metas
 from tests.rewrite.strategies import Case, cases, numbered, proven
 
 Shape = tuple[int, ...]
@@ -348,22 +347,6 @@ def problems_of(text: str, sources: Mapping[str, Any], target: Mapping[str, Any]
 
 @proven
 @given(cases(), st.data())
-def test_a_source_that_is_not_there_is_found_wherever_it_is_read(case: Case, data: st.DataObject) -> None:
-    first_reads: dict[str, int] = {}
-    for number, line in enumerate(case.text.splitlines(), start=1):
-        for name in split_line(line).left:
-            first_reads.setdefault(name.removesuffix("^T"), number)
-    named = first_reads.keys() & case.sources.keys()
-    read = sorted(name for name in named if not re.match(r"f\d+\.\d", name))  # what only patterns find may be missing
-    assume(read)
-    name = data.draw(st.sampled_from(read))
-    known = {other: meta for other, meta in metas(case.sources).items() if other != name}
-    problems = problems_of(case.text, known)
-    assert any(name in problem and f"line {first_reads[name]}," in problem for problem in problems), problems
-
-
-@proven
-@given(cases(), st.data())
 def test_a_target_of_other_names_shapes_or_dtypes_is_refused_wherever_it_differs(
     case: Case, data: st.DataObject
 ) -> None:
@@ -379,25 +362,6 @@ def test_a_target_of_other_names_shapes_or_dtypes_is_refused_wherever_it_differs
         assert any(next(iter(other)) in problem for problem in problems_of(case.text, sources, target | other))
     less = {key: meta for key, meta in target.items() if key != name}
     assert any(name in problem for problem in problems_of(case.text, sources, less))
-
-
-@proven
-@given(cases(lossy=True))
-def test_the_order_in_which_the_sources_are_listed_does_not_matter(case: Case) -> None:
-    names = sorted(case.sources)
-    known = metas(case.sources)
-    one = Rewrite(case.text).check(known)
-    other = Rewrite(case.text).check({name: known[name] for name in reversed(names)})
-    assert dict(one.outputs) == dict(other.outputs)
-    assert (one.dropped, one.invertible, sorted(one.losses)) == (other.dropped, other.invertible, sorted(other.losses))
-    said = set()
-    for order in (names[1:], names[:0:-1]):
-        try:
-            Rewrite(case.text).check({name: known[name] for name in order})
-            said.add("fits")
-        except RewriteError as refused:
-            said.add(str(refused))
-    assert len(said) == 1
 
 
 def refused(text: str, sources: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> Any:
