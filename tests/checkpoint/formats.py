@@ -151,6 +151,14 @@ def of_fsdp(path: Path) -> Whole:
     return of_file(FILES / "full_state.pt")
 
 
+def fsdp_of_accelerate(folder: Path) -> tuple[Path, Whole]:
+    """Weights and optimizer in a folder of DCP each."""
+    full = torch.load(FILES / "full_state.pt", weights_only=False)
+    for name, key in (("pytorch_model_fsdp_0", "model"), ("optimizer_0", "optimizer")):
+        save_dcp(folder / name, {key: full[key]})
+    return folder, of_fsdp(folder)
+
+
 def of_titan(path: Path) -> Whole:
     full = torch.load(FILES / "full_state.pt", weights_only=False)
     # Without a dict around the optimizer nothing says that these tensors are one.
@@ -306,6 +314,7 @@ FORMATS = [
         has_checksums=True,
         needs_all_files=False,
     ),
+    Format(name="fsdp of accelerate", kind="dcp", made=fsdp_of_accelerate, has_checksums=True),
     *(
         Format(name=name, kind="dcp", made=recorded(FILES / name, reference), step=step, has_checksums=True)
         for name, reference, step in (
@@ -325,6 +334,13 @@ FORMATS = [
         )
         for name, notes in (
             ("llama-bf16-2-fully-reshardable", ("which parameters each group", "_extra_state/.* left out")),
+            (
+                "llama-bf16-3-dp-reshardable",
+                (
+                    "flat buckets that do not name their parameters.*--dist-ckpt-optim-fully-reshardable",
+                    "_extra_state/.*",
+                ),
+            ),
             ("legacy-qwen3-4-tp-pp", ("optimizer",)),
         )
     ),

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from shardwise import checkpoint
 from tests.checkpoint.deepspeed.load_universal import LOSSES, digest_of, write_universal
 from tests.checkpoint.deepspeed.write import FOLDERS
 from tests.checkpoint.small_limits import small_limits
-from tests.checkpoint.stored_values import random_state, same_bytes
+from tests.checkpoint.small_states import same_tensor
+from tests.checkpoint.stored_values import random_state
 
 
 def test_parameters_that_no_step_has_changed_are_in_the_groups_that_torch_gathers(tmp_path: Path) -> None:
@@ -48,30 +48,6 @@ def test_universal_checkpoints_are_those_from_which_deepspeed_went_on(tmp_path: 
         torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64), reference, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "to"), [("z3-fp32-4", "dcp"), ("z2-bf16-4", "torchtitan"), ("z1-fp16-3", "deepspeed-universal")]
-)
-def test_everything_comes_back_and_what_it_was_is_certified(tmp_path: Path, name: str, to: Any) -> None:
-    report = checkpoint.convert(FOLDERS / name, tmp_path / "out", to=to, certify=True)
-    assert report.certificate is not None
-    assert report.certificate.lossy == ()
-    source, written = checkpoint.open(FOLDERS / name), checkpoint.open(tmp_path / "out")
-    assert written.contents.aliases == source.contents.aliases
-    assert written.step == source.step
-    masters = {each for each in source.tensors if each.endswith("/master")}
-    assert set(report.from_masters) == masters
-    assert written.tensors.keys() == source.tensors.keys() - masters
-    for each in written.tensors:
-        master = f"optimizer/{each}/master"
-        assert same_bytes(written.read(each), source.read(master if master in masters else each))
-    (ours,), (theirs,) = source.contents.settings["optimizers"], written.contents.settings["optimizers"]
-    assert _by_parameter(theirs) == _by_parameter(ours)
-
-
-def _by_parameter(optimizer: dict[str, Any]) -> dict[str, Any]:
-    return {name: group["settings"] for group in optimizer["groups"] for name in group["parameters"]}
-
-
 def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path) -> None:
     state = {
         **random_state(),
@@ -80,12 +56,13 @@ def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path) -> None:
         "float8": torch.arange(6.0).view(2, 3).to(torch.float8_e4m3fn),
         "words": torch.tensor([1, 2, 4_000_000_000], dtype=torch.uint32),
     }
+    state["tied"] = state["rows"]
     checkpoint.save(tmp_path / "ours", state)
     with small_limits(64):
         checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load({"model": loaded}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(same_bytes(loaded[name], tensor) for name, tensor in state.items())
+    assert all(same_tensor(loaded[name], tensor) for name, tensor in state.items())
     metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
     assert isinstance(metadata, Metadata)
     rows = metadata.state_dict_metadata["model.rows"]
@@ -100,19 +77,8 @@ def test_torch_gathers_what_its_own_saves_would_have(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "gathered.pt")
     found = torch.load(tmp_path / "gathered.pt")
     expected = torch.load(folder / "full_state.pt")
-    assert all(same_bytes(found["model"][name], tensor) for name, tensor in expected["model"].items())
+    assert all(same_tensor(found["model"][name], tensor) for name, tensor in expected["model"].items())
     for name, state in expected["optimizer"]["state"].items():
         for key, tensor in state.items():
-            assert same_bytes(found["optim"]["state"][name][key], tensor)
+            assert same_tensor(found["optim"]["state"][name][key], tensor)
     assert found["optim"]["param_groups"] == expected["optimizer"]["param_groups"]
-
-
-def test_archives_are_zip_files_with_true_checksums(tmp_path: Path) -> None:
-    checkpoint.convert(FOLDERS / "z2-bf16-2", tmp_path / "out", to="deepspeed-universal")
-    files = list((tmp_path / "out").rglob("*.pt"))
-    assert len(files) == 14 * 4 + 3
-    for path in files:
-        with zipfile.ZipFile(path) as archive:
-            assert archive.testzip() is None
-        torch.load(path, weights_only=True)
-        torch.load(path, weights_only=True, mmap=True)

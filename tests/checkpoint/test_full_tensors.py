@@ -14,35 +14,12 @@ from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 from shardwise.testing.accelerator import behind, counted
-from tests.checkpoint.layouts import LAYOUTS, assembled, engine_of, odd, same_bits, state_of, train
+from tests.checkpoint.layouts import odd
 from tests.checkpoint.rewritten_tensors import shares_of
 from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.small_states import same, same_tensor
 
 Full = list[tuple[str, torch.Tensor]]
-
-
-@pytest.mark.parametrize("layout", ["tensor-two-parts-x-two", "stage3-two-bf16"])
-def test_an_engine_gives_what_the_plain_model_has_in_its_order_and_trains_on(layout: str) -> None:
-    plan = LAYOUTS[layout]
-
-    def run(channel: Channel, looks: bool) -> tuple[dict[Piece, torch.Tensor], Full, list[float]]:
-        engine = engine_of(plan, channel)
-        train(engine, channel, [0])
-        full = list(sw.full(engine, channel=channel, optimizer=True)) if looks else []
-        return state_of(engine), full, train(engine, channel, [1])
-
-    ranks = sw.simulate(plan.mesh.size, partial(run, looks=True))
-    whole = assembled(state for state, *_ in ranks)
-    order = list(odd().state_dict())
-    for _, full, _ in ranks:
-        assert [name for name, _ in full][: len(order)] == order
-        assert {name for name, _ in full} == whole.keys() | {"head.weight"}
-        for name, tensor in full:
-            assert same_bits(tensor, whole["embedding.weight" if name == "head.weight" else name]), name
-            assert name not in order or tensor.shape == odd().state_dict()[name].shape
-    untouched = sw.simulate(plan.mesh.size, partial(run, looks=False))
-    assert [losses for *_, losses in ranks] == [losses for *_, losses in untouched]
 
 
 def test_plain_models_and_states_by_name_and_only_the_names_that_are_asked_for() -> None:

@@ -1,6 +1,5 @@
 """`import_hf` and `export_hf`: models of transformers go in, through a rewrite, and come out as they were."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,78 +13,28 @@ from safetensors.torch import save_file
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import export_hf, import_hf
-from shardwise.rewrite import Rewrite, shipped, shipped_names, shipped_text
+from shardwise.rewrite import shipped, shipped_names, shipped_text
 from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.hugging_face_models import build, loaded, save
-from tests.checkpoint.small_states import bits, same
+from tests.checkpoint.small_states import same
 from tests.refusals import Refusals
 
-REWRITES = {
-    "llama": ["llama-qkv", "llama-gate-up"],
-    "qwen2": ["llama-qkv", "llama-gate-up"],
-    "qwen3": ["llama-qkv", "llama-gate-up"],
-    "gemma": ["llama-qkv", "llama-gate-up"],
-    "mixtral": ["llama-qkv", "expert-stacking-w123"],
-    "qwen3_moe": ["llama-qkv", "expert-stacking"],
-    "gpt2": ["gpt2-conv1d"],
-    "bert": [],
-    "t5": [],
-}
-
-
-TEXTS = {
-    "bert": """
-        bert.encoder.layer.$L.attention.self.query.weight, bert.encoder.layer.$L.attention.self.key.weight,
-            bert.encoder.layer.$L.attention.self.value.weight -> layers.$L.qkv.weight, axis=0
-        bert.encoder.layer.$L.attention.self.query.bias, bert.encoder.layer.$L.attention.self.key.bias,
-            bert.encoder.layer.$L.attention.self.value.bias -> layers.$L.qkv.bias, axis=0
-        bert.encoder.layer.$L.output.dense.weight^T -> layers.$L.down
-        bert.embeddings.word_embeddings.weight -> words
-    """,
-    "t5": """
-        encoder.block.$L.layer.0.SelfAttention.q.weight, encoder.block.$L.layer.0.SelfAttention.k.weight,
-            encoder.block.$L.layer.0.SelfAttention.v.weight -> encoder.$L.qkv, stack=0
-        decoder.block.$L.layer.1.EncDecAttention.k.weight, decoder.block.$L.layer.1.EncDecAttention.v.weight
-            -> decoder.$L.kv, axis=0
-        decoder.block.*.layer.2.DenseReluDense.wi.weight -> decoder.wi, stack=0
-    """,
-}
-
-
-def rewrite_for(name: str) -> Rewrite:
-    if name in TEXTS:
-        return Rewrite(TEXTS[name])
-    first, *others = map(shipped, REWRITES[name])
-    for each in others:
-        first = first >> each
-    return first
-
-
-def digests(state: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    return {
-        name: (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(bits(tensor).numpy().tobytes()).hexdigest())
-        for name, tensor in state.items()
-    }
-
-
+MODELS = ("llama", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "gpt2", "bert", "t5")
 SIZES = {"one file": 1 << 30, "shards": 6000}
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype", "fused"),
-    [(name, [*SIZES][at % 2], ("float32", "bfloat16")[at // 2 % 2], at % 3 > 0) for at, name in enumerate(REWRITES)],
+    ("name", "size", "dtype"),
+    [(name, [*SIZES][at % 2], ("float32", "bfloat16")[at // 2 % 2]) for at, name in enumerate(MODELS)],
 )
-def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str, size: str, dtype: str, fused: bool) -> None:
+def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str, size: str, dtype: str) -> None:
     model = build(name, getattr(torch, dtype))
     source = save(model, tmp_path / "hf", SIZES[size])
-    rewrite = rewrite_for(name) if fused else None
-    back = rewrite.inverse() if rewrite is not None else None
-    taken = import_hf(source, tmp_path / "save", rewrite)
-    given = export_hf(tmp_path / "save", tmp_path / "out", back, max_shard_bytes=SIZES[size])
-    for report in (taken, given):
-        assert report.certificate is not None
-        assert report.certificate.lossy == ()
-    assert digests(tensors_of(tmp_path / "out")) == digests(tensors_of(source))
+    import_hf(source, tmp_path / "save")
+    report = export_hf(tmp_path / "save", tmp_path / "out", max_shard_bytes=SIZES[size])
+    assert report.certificate is not None
+    assert report.certificate.lossy == ()
+    assert same(tensors_of(tmp_path / "out"), tensors_of(source))
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) > 1) == (size == "shards")
     for file in files:
@@ -93,7 +42,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str, size: str, dtyp
             assert opened.metadata()["format"] == "pt"
     again = loaded(name, tmp_path / "out")
     assert type(again) is type(model)
-    assert digests(again.state_dict()) == digests(model.state_dict())
+    assert same(again.state_dict(), model.state_dict())
     assert dict(again.named_parameters()).keys() == dict(model.named_parameters()).keys()  # tied as before
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
 
@@ -115,6 +64,8 @@ FOR = {
 
 def by_hand(name: str, old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What some of them make, by torch: matrices of heads by groups or whole, gate above up, linear layers."""
+    if name.startswith("expert-stacking"):  # as the live modules have them
+        return dict(build(FOR[name]).state_dict())
     layer, made = "model.layers.1.", {}
     if name in ("llama-qkv", "llama-vllm"):
         for kind in ("weight", "bias"):
@@ -145,17 +96,6 @@ def test_a_shipped_rewrite_fits_its_model_and_leads_back(tmp_path: Path, name: s
     assert same({key: made[key] for key in expected}, expected)
     checkpoint.convert(tmp_path / "save", tmp_path / "back", to="hf", rewrite=there.inverse())
     assert same(tensors_of(tmp_path / "back"), tensors_of(source))
-
-
-@pytest.mark.parametrize("name", ["expert-stacking", "expert-stacking-w123"])
-def test_stacked_experts_have_the_names_and_shapes_of_the_live_modules(tmp_path: Path, name: str) -> None:
-    model = build(FOR[name])
-    import_hf(save(model, tmp_path / "hf", 1 << 30), tmp_path / "save", shipped(name))
-    state = model.state_dict()
-    assert same(tensors_of(tmp_path / "save"), state)
-    target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    checkpoint.load(tmp_path / "hf", target, rewrite=shipped(name))
-    assert same(target, state)
 
 
 def test_numbers_of_heads_come_from_the_configuration_and_explicit_ones_win(tmp_path: Path) -> None:
@@ -227,6 +167,28 @@ def test_a_configuration_is_looked_into_for_its_text_part(tmp_path: Path) -> Non
     (tmp_path / "hf/config.json").write_text(json.dumps(nested))
     import_hf(tmp_path / "hf", tmp_path / "a", shipped("llama-qkv"))
     assert "model.layers.0.self_attn.qkv_proj.weight" in tensors_of(tmp_path / "a")
+
+
+@pytest.mark.parametrize("through", ["hf", "save"])
+def test_a_configuration_has_the_size_of_the_vocabulary(tmp_path: Path, through: str) -> None:
+    (tmp_path / "from").mkdir()
+    save_file(
+        {"embedding.weight": torch.ones(6, 2), "up.weight": torch.ones(6, 6)}, tmp_path / "from/model.safetensors"
+    )
+    config = {"vocab_size": 6, "hidden_size": 6, "text_config": {"vocab_size": 6}, "other_vocab_size": 5}
+    (tmp_path / "from/config.json").write_text(json.dumps(config))
+    pad = sw.Rewrite("embedding.weight -> embedding.weight, pad='[8,-1]'")
+    there, source = tmp_path / "there", tmp_path / "from"
+    if through == "save":
+        sw.checkpoint.convert(source, tmp_path / "save", rewrite=pad)
+        sw.checkpoint.convert(tmp_path / "save", there, to="hf")
+    else:
+        sw.checkpoint.convert(source, there, to="hf", rewrite=pad)
+    found = json.loads((there / "config.json").read_text())
+    assert found == {"vocab_size": 8, "hidden_size": 6, "text_config": {"vocab_size": 8}, "other_vocab_size": 5}
+    crop = sw.Rewrite("embedding.weight -> embedding.weight, crop='[6,-1]', fill=0")
+    sw.checkpoint.convert(there, tmp_path / "back", to="hf", rewrite=crop)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
 
 
 NEEDED = {

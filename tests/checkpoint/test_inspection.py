@@ -84,38 +84,6 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def grow(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"\n")
-
-
-def empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-@pytest.mark.parametrize(
-    ("kind", "harm"),
-    [
-        *(("manifest", harm) for harm in (cut, grow, empty, Path.unlink)),
-        *(("table", harm) for harm in (grow, Path.unlink)),
-        *(("rank 1", harm) for harm in (cut, grow, Path.unlink)),
-    ],
-)
-def test_files_that_are_cut_grown_emptied_or_missing_are_named(
-    kind: str, harm: Callable[[Path], None], path: Path
-) -> None:
-    file = files_of(path, 2)[kind]
-    good = file.read_bytes()
-    harm(file)
-    if kind == "manifest" and harm is Path.unlink:  # then it is no save
-        assert same(loaded(path)[0], whole_state(1))
-        assert "save-00000002 is torn: 3 files" in checkpoint.verify(path).notes[0]
-    else:
-        check_refused(path, file.name)
-        assert same(loaded(path, step=10)[0], whole_state(1))
-    file.write_bytes(good)
-    assert same(loaded(path)[0], whole_state(2))
-
-
 @pytest.mark.parametrize("kind", ["table", "rank 0", "rank 1"])
 def test_files_swapped_between_two_saves_are_named(kind: str, path: Path) -> None:
     one, other = files_of(path, 1)[kind], files_of(path, 2)[kind]

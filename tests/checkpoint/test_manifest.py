@@ -262,52 +262,12 @@ def test_boxes_of_very_many_tensors_are_read_in_calls_that_grow_with_them(tmp_pa
 
 SMALL = {"w": torch.ones(2)}
 
-Make = Callable[[Any], Any]
-
-MAKERS: dict[str, Make] = {
-    "OneCycleLR": lambda sgd: lr_scheduler.OneCycleLR(sgd, 1.0, 12),
-    "ReduceLROnPlateau": lambda sgd: lr_scheduler.ReduceLROnPlateau(sgd, patience=1),
-    "SequentialLR": lambda sgd: lr_scheduler.SequentialLR(
-        sgd, [lr_scheduler.LinearLR(sgd), lr_scheduler.MultiStepLR(sgd, [1, 3])], milestones=[3]
-    ),
-}
-
-
-def steps(scheduler: Any, optimizer: torch.optim.Optimizer, num: int) -> list[float]:
-    rates = []
-    for _ in range(num):
-        optimizer.step()
-        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
-
-
-def optimizer_of() -> torch.optim.SGD:
-    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
-
 
 def types(value: Any) -> Any:
     """What is where, and of which type."""
     if isinstance(value, dict):
         return type(value), [(type(key), key, types(each)) for key, each in value.items()]
     return (type(value), [types(each) for each in value]) if isinstance(value, list) else (type(value), repr(value))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_state_of_a_scheduler_is_restored_to_the_bit(name: str, tmp_path: Path) -> None:
-    sgd = optimizer_of()
-    scheduler = MAKERS[name](sgd)
-    steps(scheduler, sgd, 3)
-    state = scheduler.state_dict()
-    sw.save(tmp_path, SMALL, extra={"scheduler": state}, step=3, channel=alone())
-    restored = sw.load(tmp_path, {"w": torch.zeros(2)}, channel=alone())["scheduler"]
-    assert types(restored) == types(state)
-    assert types(checkpoint.open(tmp_path).extra["scheduler"]) == types(state)
-    other = optimizer_of()
-    resumed = MAKERS[name](other)
-    other.load_state_dict(sgd.state_dict())
-    resumed.load_state_dict(restored)
-    assert steps(resumed, other, 6) == steps(scheduler, sgd, 6)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -322,6 +282,13 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def test_the_state_of_a_scheduler_goes_in_and_comes_out_as_it_is(tmp_path: Path) -> None:
+    extra = {"scheduler": lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [1, 3]).state_dict()}
+    sw.save(tmp_path, SMALL, extra=extra, channel=alone())
+    for found in (sw.load(tmp_path, {"w": torch.zeros(2)}, channel=alone()), checkpoint.open(tmp_path).extra):
+        assert types(dict(found)) == types(extra)
 
 
 @tried(15)

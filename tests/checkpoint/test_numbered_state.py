@@ -353,36 +353,6 @@ def test_renamed_parameters_keep_their_numbers_and_joined_ones_need_the_same_ord
         sw.load(tmp_path / "x.pt", TorchState(other, optimizer), rewrite=joined)
 
 
-DAMAGES = covering(
-    ["pytorch_model_fsdp_0", "optimizer_0"], [".metadata", "__0_0.distcp"], ["missing", "half", "empty"], strength=2
-)
-
-
-@pytest.mark.parametrize(("folder", "file", "damage"), DAMAGES)
-def test_the_fsdp_folders_of_accelerate_are_whole_or_refused(
-    tmp_path: Path, folder: str, file: str, damage: str
-) -> None:
-    weights, moments = get_state_dict(*_trained("swapped", OPTIMIZERS["AdamW"]))
-    save_dcp({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
-    save_dcp({"optimizer": moments}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
-    torn = tmp_path / folder / file
-    if damage == "missing":
-        torn.unlink()
-    else:
-        torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2 if damage == "half" else 0])
-    ways: list[Callable[[], object]] = [
-        lambda: checkpoint.open(tmp_path),
-        lambda: checkpoint.verify(tmp_path),
-        lambda: checkpoint.convert(tmp_path, tmp_path / "made"),
-        lambda: sw.load(tmp_path, _Net().state_dict(), strict=False),
-    ]
-    for way in ways:
-        with pytest.raises(CheckpointError, match=r"pytorch_model_fsdp_0|optimizer_0"):
-            way()
-    if folder == "optimizer_0":
-        sw.load(tmp_path / "pytorch_model_fsdp_0", _Net().state_dict())
-
-
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form: str) -> None:
     model, optimizer = _trained("swapped", OPTIMIZERS["AdamW"])

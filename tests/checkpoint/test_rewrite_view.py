@@ -18,7 +18,7 @@ from shardwise.space import Piece
 from tests.checkpoint.cut_tensors import Cut, Tensors, save_pieces, tensors_of
 from tests.checkpoint.rewritten_tensors import CASES, CUTS, Case, blank, load_all, same_pieces, shares_of
 from tests.checkpoint.small_limits import small_limits
-from tests.checkpoint.small_states import contents, rubbish, same
+from tests.checkpoint.small_states import contents, rubbish, same, same_tensor
 from tests.engine.refusals import same_error_everywhere
 from tests.refusals import Refusals
 
@@ -76,6 +76,21 @@ def converted(
     assert same(tensors_of(path / "b"), plain(case))
 
 
+def streamed(name: str, case: Case, source: Cut, target: Cut, path: Path) -> None:
+    """From the pieces of two ranks into those of two others."""
+    held, expected = shares_of(case.values(), source, 2), shares_of(case.plain(case.values()), target, 2)
+    got = blank(expected)
+
+    def run(channel: Channel) -> None:
+        if channel.rank < 2:
+            sw.stream(held[channel.rank], None, channel=channel, rewrite=Rewrite(case.text))
+        else:
+            sw.stream(None, got[channel.rank - 2], channel=channel)
+
+    sw.simulate(4, run)
+    assert all(same_pieces(*pair) for pair in zip(got, expected, strict=True))
+
+
 def plain(case: Case) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in case.plain(case.values()).items()}
 
@@ -87,6 +102,7 @@ WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "save whole": (saved, {"files": "whole"}),
     "full": (made_full, {"to": "all"}),
     "full on one": (made_full, {"to": 2}),
+    "stream": (streamed, {}),
     "convert to pieces": (converted, {"to": "pieces"}),
     "convert to hf in small windows": (converted, {"to": "hf", "window_bytes": 100}),
     "convert to dcp": (converted, {"to": "dcp"}),
@@ -214,6 +230,41 @@ def test_replicas_are_written_once_and_ranks_may_hold_nothing(tmp_path: Path) ->
 
     assert sw.simulate(3, run) == [sum(tensor.nbytes for tensor in whole.values())] * 3
     assert same(tensors_of(tmp_path), {"c": whole["a"].T.contiguous(), "d": whole["b"]})
+
+
+def test_a_crop_comes_back_only_where_the_text_says_what_the_elements_were(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(12.0).view(4, 3), "b": torch.tensor([1.0, 2.0, -1.0, -1.0])}
+    sw.save(tmp_path / "save", tensors)
+    text = "w -> w, crop='[2,-1]'{}; b -> b, crop='[2]', fill='-1'"
+    with pytest.raises(RewriteError, match=r"crops w from \[4, 3\] to \[2, 3\]: no fill= says"):
+        sw.Rewrite(text.format("")).inverse(tensors)
+    for fill in ("", ", fill=9"):
+        report = sw.checkpoint.convert(
+            tmp_path / "save", tmp_path / f"cropped{fill}", rewrite=sw.Rewrite(text.format(fill)), certify=True
+        )
+        assert report.certificate is not None
+        assert {each.name: each.why for each in report.certificate.tensors} == {
+            "w": "6 of 12 elements are cropped", "b": ""
+        }  # fmt: skip
+    state = {"w": torch.zeros(4, 3), "b": torch.zeros(4)}
+    sw.load(tmp_path / "cropped, fill=9", state, rewrite=sw.Rewrite(text.format(", fill=9")).inverse())
+    assert state["w"].tolist() == [[0, 1, 2], [3, 4, 5], [9, 9, 9], [9, 9, 9]]
+    assert same_tensor(state["b"], tensors["b"])
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "runs"])
+def test_new_rows_of_a_larger_target_keep_their_values(tmp_path: Path, how: Cut) -> None:
+    """Moments of new rows are zeros. A first rank that has the last rows has nothing to read."""
+    names = ("w", "optimizer/w/exp_avg")
+    sw.save(tmp_path, {name: torch.randn(6, 4) for name in names})
+    saved = tensors_of(tmp_path)
+    expected = {"optimizer/w/master": torch.randn(9, 4), "optimizer/w/exp_avg": torch.zeros(9, 4)}
+    target = {name: torch.ones(9, 4) if "avg" in name else each.clone() for name, each in expected.items()}
+    for each, name in zip(expected.values(), names, strict=True):
+        each[:6] = saved[name]
+    got = shares_of(target, how, 3)[::-1]
+    load_all(tmp_path, got, rewrite=sw.Rewrite("w -> w, pad='[9,-1]', fill='kept'"))
+    assert all(same_pieces(*pair) for pair in zip(got, shares_of(expected, how, 3)[::-1], strict=True))
 
 
 # Bytes

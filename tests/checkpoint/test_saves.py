@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import AsyncSaver, LocalStore, Store, local
+from shardwise.checkpoint.arrangement import arrange
 from shardwise.checkpoint.saves import clean_up, list_saves
 from shardwise.comm import Channel, alone
 from shardwise.errors import CheckpointError
@@ -64,6 +66,22 @@ def test_very_many_tiny_tensors_of_two_ranks_are_saved_verified_and_loaded(num_t
     sw.simulate(2, lambda channel: sw.load(tmp_path, targets[channel.rank], channel=channel))
     expected = torch.stack(list(state.values()))
     assert all(torch.equal(torch.stack(list(target.values())), expected) for target in targets)
+
+
+@pytest.mark.parametrize("start", [0, 1 << 19])
+@pytest.mark.parametrize("num_elements", [1 << 18, (1 << 19) + 3, 1 << 20])
+def test_replicas_of_a_large_run_share_its_elements_wherever_it_begins(start: int, num_elements: int) -> None:
+    size = start + num_elements + 5
+    ends = [(0, start), (start, start + num_elements), (start + num_elements, size)]
+    before, run, after = (sw.Piece(name="w", dtype="float32", global_shape=(size,), run=each) for each in ends)
+    alone_on = [[before] if start else [], [], [], [after]]
+    written = arrange([*([*each, run] for each in alone_on[:3]), alone_on[3]], "pieces", block_bytes=1 << 18).written
+    runs = sorted((piece.elements.start, piece.elements.stop) for rank in written for piece in rank)
+    assert (runs[0][0], runs[-1][1]) == (0, size)
+    assert all(stop == following for (_, stop), (following, _) in pairwise(runs))
+    parts = [sum(piece.num_elements for piece in rank if piece != before) for rank in written[:3]]
+    assert sum(parts) == num_elements
+    assert max(parts) < num_elements or num_elements == 1 << 18, "small ones stay whole"
 
 
 # Which stay

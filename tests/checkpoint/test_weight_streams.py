@@ -1,6 +1,6 @@
 """Weights of trainers in the tensors of receivers, on simulated ranks: every bit, byte that travels, and error."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,28 +17,14 @@ from shardwise.errors import MismatchError, PlanError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Mesh, Piece
 from shardwise.testing.accelerator import behind
-from tests.checkpoint.cut_tensors import Cut
-from tests.checkpoint.layouts import LAYOUTS, engine_of, train
-from tests.checkpoint.rewritten_tensors import CASES, shares_of
 from tests.checkpoint.small_limits import small_limits
 from tests.engine.refusals import same_error_everywhere
-from tests.moving.layouts import Side, bits, empty_state, sides, state_of, strided, whole_values
+from tests.moving.layouts import TENSORS, WHOLES, Side, bits, empty_state, sides, state_of, strided
 from tests.plan.strategies import proven
 from tests.refusals import Refusals
 from tests.space.layouts import Layout, Shard
 
 Target = dict[Piece, torch.Tensor]
-
-TENSORS = (
-    ("w", "float32", (6, 5)),
-    ("b", "bfloat16", (7,)),
-    ("scale", "float8_e4m3fn", (3, 4)),
-    ("mask", "bool", (2, 3, 4)),
-    ("wide", "complex128", (3,)),
-    ("step", "int64", ()),
-    ("none", "float32", (0, 3)),
-)
-WHOLES = {name: whole_values(dtype, shape) for name, dtype, shape in TENSORS}
 
 
 def two_sides(num_ranks: int) -> st.SearchStrategy[tuple[Side, Side]]:
@@ -158,89 +144,42 @@ def test_with_delta_only_changed_blocks_travel_and_targets_need_no_memory_of_the
     assert everything.digest == nothing.digest != two.digest == one.digest
 
 
-# Engines
-
-
-def received(whole: Mapping[str, torch.Tensor], rank: int, device: torch.device, dtype: torch.dtype | None) -> Target:
-    """Receivers cut every tensor of a model by rows over two ranks, and have the dtype that they like."""
-    target: Target = {}
-    for name, tensor in whole.items():
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        layout = Layout(Mesh(tp=2), {"tp": Shard(0)} if tensor.dim() else {})
-        piece = layout.piece(rank, name=name, dtype=dtype_name(kind), global_shape=tuple(tensor.shape))
-        target[piece] = torch.full(piece.shape, 3, dtype=kind, device=device)
-    return target
-
-
-def check(target: Target, whole: Mapping[str, torch.Tensor]) -> None:
-    for piece, tensor in target.items():
-        expected = whole[piece.name][piece.box.slices()].to(tensor.dtype)
-        assert bits(tensor.cpu()) == bits(expected), piece
-
-
-def streamed(
-    num_trainers: int,
-    source_of: Callable[[sw.Channel], Any],
-    *,
-    rewrite: sw.Rewrite | None = None,
-    dtype: torch.dtype | None = None,
-    device: str = "",
-) -> StreamReport:
-    """What some ranks hold goes to two more, and is compared with `sw.full` of it."""
-    wholes: list[dict[str, torch.Tensor]] = []
-
-    def part(channel: sw.Channel) -> StreamReport:
-        source, target = None, None
-        if channel.rank < num_trainers:
-            trainers = channel.over(range(num_trainers))
-            source = source_of(trainers)
-            whole = dict(sw.full(source, rewrite, channel=trainers))
-            wholes.extend([whole] * (channel.rank == 0))
-        channel.exchange(b"", purpose="the whole is there")
-        if source is None:
-            target = received(wholes[0], channel.rank - num_trainers, channel.device, dtype)
-        recorded = sw.Recorded(channel)
-        report = sw.stream(source, target, channel=recorded, rewrite=None if source is None else rewrite)
-        check(target or {}, wholes[0])
-        # Nothing is gathered: elements go in messages from who has them to who wants them.
-        assert {call.operation for call in recorded.calls} <= {"exchange", "send", "receive"}
-        assert channel.rank < num_trainers or not recorded.bytes_sent("send")
-        return report
-
-    size = num_trainers + 2
-    reports = sw.simulate(size, part, device=device) if device else sw.simulate(size, part)
-    assert all(each == reports[0] for each in reports)
-    assert reports[0].unwanted == ()
-    return reports[0]
+# Devices, dtypes and names
 
 
 def test_weights_go_from_device_to_device_whose_streams_run_behind(fake: str) -> None:
-    plan = LAYOUTS["stage3-two-bf16"]
+    whole = random_values(Piece(name="w", dtype="float32", global_shape=(4096, 64)))
 
-    def trained_engine(channel: sw.Channel) -> sw.Engine:
-        engine = engine_of(plan, channel)
-        train(engine, channel, range(1))
-        return engine
+    def move(channel: sw.Channel) -> None:
+        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
+        source, target = (
+            side and {piece: tensor.to(channel.device).add_(1) for piece, tensor in side.items()}
+            for side in (source, target)
+        )
+        sw.stream(source, target, channel=channel)
+        for piece, tensor in (target or {}).items():
+            assert torch.equal(tensor.cpu(), whole[piece.box.slices()] + 1)
 
     with behind(1):
-        streamed(plan.mesh.size, trained_engine, device=fake)
+        sw.simulate(4, move, device=fake)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_rewrite_of_any_pieces(name: str) -> None:
-    case = CASES[name]
-    how: Cut = ("rows", "columns", "runs")[list(CASES).index(name) % 3]
-    shares = shares_of(case.values(), how, 2)
-    streamed(2, lambda channel: shares[channel.rank], rewrite=sw.Rewrite(case.text))
-
-
+@pytest.mark.parametrize("name", ["w", "v"])
 @pytest.mark.parametrize("wide", [False, True])
-def test_payloads_of_nans_that_casts_change_are_no_difference(wide: bool) -> None:
+def test_payloads_of_nans_that_casts_change_are_no_difference(wide: bool, name: str) -> None:
+    """Whether the target is of another dtype, or a rewrite casts."""
     values = torch.arange(0x7F80, 0x7F80 + 200, dtype=torch.int16).view(torch.bfloat16)
-    values = values if wide else values.float()
-    streamed(2, lambda channel: {"w": values}, dtype=torch.float32 if wide else torch.bfloat16)
-    text = f"w -> v, dtype='{'float32' if wide else 'bfloat16'}'"
-    streamed(1, lambda channel: {"w": values}, rewrite=sw.Rewrite(text))
+    values, other = (values, torch.float32) if wide else (values.float(), torch.bfloat16)
+    rewrite = sw.Rewrite(f"w -> v, dtype='{dtype_name(other)}'") if name == "v" else None
+    target = {name: torch.zeros(200, dtype=other)}
+
+    def move(channel: sw.Channel) -> StreamReport:
+        if channel.rank:
+            return sw.stream(None, target, channel=channel)
+        return sw.stream({"w": values}, None, channel=channel, rewrite=rewrite)
+
+    sw.simulate(2, move)
+    assert bits(target[name]) == bits(values.to(other))
 
 
 def test_receivers_may_want_a_part_under_any_name_of_a_tied_tensor() -> None:
@@ -264,9 +203,6 @@ def test_receivers_may_want_a_part_under_any_name_of_a_tied_tensor() -> None:
     report = sw.simulate(3, move)[0]
     assert report.unwanted == ("norm",)
     assert report.needed_bytes == 3 * 48
-
-
-# One window
 
 
 # The second call

@@ -27,6 +27,20 @@ def whole_values(dtype: str, shape: Sequence[int]) -> torch.Tensor:
     return data.view(torch_dtype(dtype)).view(tuple(shape))
 
 
+TENSORS = (
+    ("w", "float32", (6, 5)),
+    ("b", "bfloat16", (7,)),
+    ("scale", "float8_e4m3fn", (3, 4)),
+    ("mask", "bool", (2, 3, 4)),
+    ("phase", "complex64", (5, 2)),
+    ("wide", "complex128", (3,)),
+    ("step", "int64", ()),
+    ("none", "float32", (0, 3)),
+)
+WHOLES = {name: whole_values(dtype, shape) for name, dtype, shape in TENSORS}
+"""Of every size of elements; the last has none."""
+
+
 def values(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
     """What a holder of the piece stores."""
     box = whole[piece.box.slices()]

@@ -20,23 +20,11 @@ from shardwise.routes.reshard import plan_reshard
 from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Mesh, Piece
 from tests.engine.refusals import same_error_everywhere
-from tests.moving.layouts import Side, State, bits, empty_state, sides, state_of, strided, whole_values
+from tests.moving.layouts import TENSORS, WHOLES, Side, State, bits, empty_state, sides, state_of, strided, whole_values
 from tests.moving.watched import COLUMNS, LAYERS, RUNS, Watched, of_layers, piece_of
 from tests.plan.strategies import proven
 from tests.refusals import Refusals
 from tests.space.layouts import Cut, Layout, Shard
-
-TENSORS = (
-    ("w", "float32", (6, 5)),
-    ("b", "bfloat16", (7,)),
-    ("scale", "float8_e4m3fn", (3, 4)),
-    ("mask", "bool", (2, 3, 4)),
-    ("phase", "complex64", (5, 2)),
-    ("wide", "complex128", (3,)),
-    ("step", "int64", ()),
-    ("none", "float32", (0, 3)),
-)
-WHOLES = {name: whole_values(dtype, shape) for name, dtype, shape in TENSORS}
 
 
 def layouts(num_ranks: int) -> st.SearchStrategy[tuple[Side, Side]]:
@@ -147,19 +135,6 @@ def test_pieces_of_several_tensors_come_in_any_order() -> None:
     sw.simulate(2, move)
 
 
-def test_what_stays_is_copied_without_a_message() -> None:
-    def move(channel: sw.Channel) -> int:
-        recorded = sw.Recorded(channel)
-        pieces = of_layers(RUNS, channel.rank)
-        source = state_of(pieces, LAYERS)
-        result = sw.reshard(source, dict.fromkeys(pieces), recorded)
-        assert all(bits(result[piece]) == bits(source[piece]) for piece in pieces)
-        assert all(result[piece].data_ptr() != source[piece].data_ptr() for piece in pieces if piece.num_elements)
-        return recorded.bytes_sent("send")
-
-    assert sw.simulate(4, move) == [0, 0, 0, 0]
-
-
 def test_subsets_of_ranks_that_do_not_overlap_trainer_to_inference() -> None:
     """Two ranks train with uneven runs; the two others serve: columns, and a narrower dtype."""
     runs = Layout(Mesh(dp_shard=2), {"dp_shard": Cut((0, 50, 128))})
@@ -182,20 +157,6 @@ def test_subsets_of_ranks_that_do_not_overlap_trainer_to_inference() -> None:
     sent = sw.simulate(4, move)
     assert sum(sent[:2]) <= 12 * (128 * 2 + 4 * 16)  # cast before it travels; parts start at whole 16 bytes
     assert sent[2:] == [0, 0]
-
-
-def test_thousands_of_small_tensors_travel_together() -> None:
-    names = [f"layers.{at}" for at in range(2000)]
-
-    def move(channel: sw.Channel) -> int:
-        watched = Watched(channel)
-        pieces = [piece_of(name) for name in names]
-        source = {each: torch.full((4,), float(at)) for at, each in enumerate(pieces)} if channel.rank == 0 else {}
-        result = sw.reshard(source, dict.fromkeys(pieces) if channel.rank == 1 else {}, watched)
-        assert [tensor[3].item() for tensor in result.values()] == [float(at) for at in range(len(result))]
-        return watched.num_messages
-
-    assert sw.simulate(3, move) == [1, 1, 0]
 
 
 def over(memory: torch.Tensor, first: int, size: int, step: int) -> torch.Tensor:
@@ -359,32 +320,3 @@ def test_a_rank_that_fails_on_the_way_stops_the_others_with_its_reason() -> None
         sw.simulate(4, move)
     assert len(seen) == 3
     assert all("rank 2 stopped: MemoryError in a reshard: no room left" in text for text in seen)
-
-
-def test_a_rank_without_memory_for_its_target_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the ranks have agreed: rank 1 wants the tensor, and waits in vain for room; rank 0 waits for rank 2."""
-    empty = torch.empty
-
-    def too_small(*size: Any, **options: Any) -> torch.Tensor:
-        if size == ((999,),):
-            raise MemoryError("no room left")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", too_small)
-    seen: list[str] = []
-    alone, late = piece_of("alone", (999,)), piece_of("late", (5,))
-
-    def move(channel: sw.Channel) -> None:
-        source = {0: {alone: torch.ones(999)}, 1: {late: torch.ones(5)}}.get(channel.rank, {})
-        target: dict[Piece, torch.Tensor | None] = {0: {late: None}, 1: {alone: None}}.get(channel.rank, {})  # type: ignore[assignment]
-        try:
-            sw.reshard(source, target, channel)
-            channel.exchange(b"", purpose="going on")
-        except sw.ShardwiseError as error:
-            seen.append(str(error))
-            raise
-
-    with pytest.raises(MemoryError, match="no room left"):
-        sw.simulate(3, move)
-    assert len(seen) == 2
-    assert all("rank 1 stopped: MemoryError in a reshard: no room left" in text for text in seen)

@@ -12,6 +12,7 @@ import torch
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import AsyncSaver
+from tests.checkpoint.layouts import odd
 
 Give = Callable[[sw.Engine, Path, sw.Channel], object]
 Take = Callable[[Path, Any, sw.Channel], object]
@@ -59,6 +60,7 @@ def _in_background(engine: sw.Engine, path: Path, channel: sw.Channel) -> None:
 def _full(engine: sw.Engine, path: Path, channel: sw.Channel) -> None:
     tensors = {name: each.clone() for name, each in sw.full(engine, channel=channel, to=0)}
     if channel.rank == 0:
+        assert list(tensors) == list(odd().state_dict()), "names come in the order of the model"
         path.mkdir()
         safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
@@ -91,6 +93,7 @@ FORMS = {
         is_foreign=True,
     ),
     "dcp": Form(give=_save, convert="dcp", is_foreign=True),
+    "torchtitan": Form(give=_save, convert="torchtitan", is_foreign=True),
     "deepspeed-universal": Form(give=_save, convert="deepspeed-universal", is_foreign=True),
 }
 """Those of weights alone come first: an engine takes them only before its first update."""

@@ -1,6 +1,5 @@
 """Evaluation: each form equals the oracle in few fragments and is undone; what is read, kept, tied and refused."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from shardwise.rewrite import Checked, Rewrite, TensorLike, TensorMeta
 from shardwise.space import Box, Run, boxes_of_run
 from tests.refusals import Refusals
 from tests.rewrite.filling import assert_same, proved, resolved, whole
-from tests.rewrite.oracle import Tensor, interpret, metas, split_line
+from tests.rewrite.oracle import Tensor, interpret, metas
 from tests.rewrite.strategies import Case, cases, numbered, proven
 
 Shape = tuple[int, ...]
@@ -180,16 +179,6 @@ def test_each_form_equals_the_oracle_in_few_fragments_and_is_undone_by_text_that
         assert_same(resolved(back, outputs, {}), {key: each for key, each in sources.items() if key in back.outputs})
 
 
-def test_a_star_on_the_right_takes_the_names_of_the_target() -> None:
-    sources = sources_of({"w": (6, 2)})
-    target = {"e.10.w": (2, 2), "e.0.w": (2, 2), "e.9.w": (2, 2)}
-    checked = Rewrite("w -> e.*.w, axis=0").check(metas(sources), target)
-    expected = interpret("w -> e.*.w, axis=0", sources, dict.fromkeys(target, ()))
-    assert_same(resolved(checked, sources, {}), expected)
-    assert expected["e.9.w"].values.tolist() == sources["w"].values[2:4].tolist()
-    assert_same(resolved(checked.inverse().check(metas(expected)), expected, {}), sources)
-
-
 A = (2, 3)
 NAMES: dict[str, tuple[str, str]] = {
     # text: the names that are there, and those that come out
@@ -343,15 +332,6 @@ def test_of_tied_outputs_the_one_that_the_target_wants_stands_for_the_others() -
     assert (set(checked.outputs), dict(checked.ties)) == ({"h"}, {"e": "h"})
 
 
-def test_without_comparison_a_target_only_tells_names() -> None:
-    checked = Rewrite("w -> e.*, axis=0").apply({"w": (4,), "x": A}, wanted={"e.0": (7,), "e.1": (7,), "y": A})
-    assert checked.outputs == {
-        "x": TensorMeta(A, "float32"),
-        "e.0": TensorMeta((2,), "float32"),
-        "e.1": TensorMeta((2,), "float32"),
-    }
-
-
 def test_dropped_are_the_sources_of_which_nothing_comes_out() -> None:
     checked = Rewrite("a, b -> t, axis=0; t -> c, d, axis=0; d -> _; e -> _").check({"a": A, "b": A, "e": (0,), "f": A})
     assert checked.dropped == {"b", "e"}
@@ -363,22 +343,6 @@ def problems_of(text: str, sources: Mapping[str, Any], target: Mapping[str, Any]
         Rewrite(text).check(sources, target)
     # Notes say what may be wrong, beside what is.
     return tuple(each for each in refused.value.problems if not each.startswith("note: "))
-
-
-@proven
-@given(cases(), st.data())
-def test_a_source_that_is_not_there_is_found_wherever_it_is_read(case: Case, data: st.DataObject) -> None:
-    first_reads: dict[str, int] = {}
-    for number, line in enumerate(case.text.splitlines(), start=1):
-        for name in split_line(line).left:
-            first_reads.setdefault(name.removesuffix("^T"), number)
-    named = first_reads.keys() & case.sources.keys()
-    read = sorted(name for name in named if not re.match(r"f\d+\.\d", name))  # what only patterns find may be missing
-    assume(read)
-    name = data.draw(st.sampled_from(read))
-    known = {other: meta for other, meta in metas(case.sources).items() if other != name}
-    problems = problems_of(case.text, known)
-    assert any(name in problem and f"line {first_reads[name]}," in problem for problem in problems), problems
 
 
 @proven
@@ -398,25 +362,6 @@ def test_a_target_of_other_names_shapes_or_dtypes_is_refused_wherever_it_differs
         assert any(next(iter(other)) in problem for problem in problems_of(case.text, sources, target | other))
     less = {key: meta for key, meta in target.items() if key != name}
     assert any(name in problem for problem in problems_of(case.text, sources, less))
-
-
-@proven
-@given(cases(lossy=True))
-def test_the_order_in_which_the_sources_are_listed_does_not_matter(case: Case) -> None:
-    names = sorted(case.sources)
-    known = metas(case.sources)
-    one = Rewrite(case.text).check(known)
-    other = Rewrite(case.text).check({name: known[name] for name in reversed(names)})
-    assert dict(one.outputs) == dict(other.outputs)
-    assert (one.dropped, one.invertible, sorted(one.losses)) == (other.dropped, other.invertible, sorted(other.losses))
-    said = set()
-    for order in (names[1:], names[:0:-1]):
-        try:
-            Rewrite(case.text).check({name: known[name] for name in order})
-            said.add("fits")
-        except RewriteError as refused:
-            said.add(str(refused))
-    assert len(said) == 1
 
 
 def refused(text: str, sources: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> Any:

@@ -13,7 +13,7 @@ from shardwise.checkpoint.foreign.deepspeed_settings import loss_scale_of, optim
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.deepspeed.model import STEPS
-from tests.checkpoint.formats import DEEPSPEED, deepspeed_reference, of_deepspeed
+from tests.checkpoint.formats import DEEPSPEED, of_deepspeed
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 
@@ -129,14 +129,6 @@ def test_a_layer_of_which_nothing_tells_is_noted_where_its_file_is_missing(tmp_p
     without("layer_02*")(tmp_path / "save" / "global_step3")
     (note,) = checkpoint.open(tmp_path / "save").contents.notes
     assert note.startswith("no file is of layer 2: functions have none")
-
-
-def test_tensor_parallel_ranks_are_joined_by_a_rewrite() -> None:
-    rewrite = sw.Rewrite(["tp0.embed.weight, tp1.embed.weight -> embed.weight, axis=0"])
-    target = {"embed.weight": torch.zeros(22, 6)}
-    sw.load(DEEPSPEED / TP, target, rewrite=rewrite, strict=False, channel=alone())
-    expected, _ = deepspeed_reference(TP)
-    assert torch.equal(target["embed.weight"], torch.cat([expected[f"tp{rank}.embed.weight"] for rank in range(2)]))
 
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bias_correction": True, "params": [0]}

@@ -21,18 +21,15 @@ from tests.checkpoint.formats import MEGATRON, megatron_reference, of_megatron
 from tests.checkpoint.megatron.cases import (
     CASES,
     DECAY,
-    LR,
-    PADDED,
     ROWS,
     STEPS,
     batch_of,
 )
-from tests.checkpoint.megatron.hub import REWRITES, configuration, rewrite_of, untrained
+from tests.checkpoint.megatron.hub import REWRITES, configuration
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 
 IN_BUCKETS = "llama-bf16-3-dp-reshardable"
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,29 +45,6 @@ def test_weights_masters_and_moments_have_all_their_bits(name: str) -> None:
     one, whole = checkpoint.open(MEGATRON / name / f"iter_{STEPS:07d}").contents, catalogue.contents
     assert whole.tensors.keys() == one.tensors.keys()
     assert (whole.settings, whole.extra, whole.step) == (one.settings, one.extra, one.step)
-
-
-def test_groups_arguments_and_what_is_left_out_are_said() -> None:
-    contents = checkpoint.open(MEGATRON / "llama-bf16-2-fully-reshardable").contents
-    (optimizer,) = contents.settings["optimizers"]
-    assert optimizer["kind"] == "AdamW"
-    settings = [group["settings"] for group in optimizer["groups"]]
-    assert [(each["lr"], each["weight_decay"]) for each in settings] == [(LR, DECAY), (LR, 0.0)]
-    assert settings[0].keys() == {
-        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
-    }
-    shapes = {name: len(contents.tensors[name].shape) for name in contents.tensors}
-    assert all(shapes[each] > 1 for each in optimizer["groups"][0]["parameters"])
-    assert all(shapes[each] == 1 for each in optimizer["groups"][1]["parameters"])
-    values = contents.extra["objects"]
-    assert values["iteration"] == STEPS
-    assert values["args"]["state"]["padded_vocab_size"] == PADDED
-    assert values["opt_param_scheduler"]["max_lr"] == LR
-    assert any("which parameters each group of the optimizer has" in note for note in contents.notes)
-    assert any("_extra_state/shard_0_2 and so on are left out" in note for note in contents.notes)
-    (note,) = [note for note in checkpoint.open(MEGATRON / IN_BUCKETS).contents.notes if "optimizer" in note]
-    assert "flat buckets that do not name their parameters" in note
-    assert "--dist-ckpt-optim-fully-reshardable" in note
 
 
 def run(*words: object) -> tuple[int, str]:
@@ -160,28 +134,6 @@ def test_common_values_are_where_each_optimizer_of_megatron_looks_for_them(tmp_p
     assert common["iteration"] == STEPS
     assert common["opt_param_scheduler"]["num_steps"] == STEPS * ROWS
     assert json.loads((path.parent / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
-
-
-def test_an_engine_goes_from_megatron_and_back_to_the_bit(tmp_path: Path) -> None:
-    def groups_of(parameters: Any) -> Any:
-        trained = list(parameters)
-        return [{"params": [each for each in trained if (each.ndim == 1) == is_vector]} for is_vector in (False, True)]
-
-    engine = sw.parallelize(
-        untrained("llama"),
-        sw.Plan(),
-        optimizer=lambda parameters: torch.optim.AdamW(groups_of(parameters)),
-        loss=lambda output, batch: output.logits.sum(),
-    )
-    sw.load(MEGATRON / "llama-1", engine, rewrite=rewrite_of("llama"))
-    sw.save(tmp_path / "save", engine, extra={"step": STEPS})
-    code, shown = run("convert", tmp_path / "save", tmp_path / "out", "--to", "megatron", "--inverse", "--certify")
-    assert code == 0, shown
-    source, made = checkpoint.open(MEGATRON / "llama-1"), checkpoint.open(tmp_path / "out")
-    assert made.tensors.keys() == source.tensors.keys()
-    assert all(torch.equal(made.read(name), source.read(name)) for name in source.tensors)
-    assert settings_in(made.contents) == settings_in(source.contents)
-    assert made.step == STEPS
 
 
 LAYER = "decoder.layers.{}.mlp.linear_fc1.weight"

@@ -171,12 +171,6 @@ def test_nothing_is_made_where_no_tensor_can_be_read(tmp_path: Path) -> None:
         assert not (tmp_path / "made").exists()
 
 
-def test_a_save_of_values_alone_is_copied(tmp_path: Path) -> None:
-    sw.save(tmp_path / "a", {}, extra={"epoch": 3})
-    checkpoint.convert(tmp_path / "a", tmp_path / "b")
-    assert checkpoint.open(tmp_path / "b").extra == {"epoch": 3}
-
-
 def test_a_load_that_misses_what_was_left_out_says_so(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 2), "odd": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"odd: missing(?s:.*)note: odd is left out: it is a sparse tensor"):

@@ -14,7 +14,7 @@ from shardwise import checkpoint
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.foreign_files.small_program import batch, loss_of, make_model
-from tests.checkpoint.stored_values import same_bytes
+from tests.checkpoint.small_states import same_tensor
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 
@@ -24,25 +24,6 @@ FILES = Path(__file__).parents[1] / "foreign_files"
 def loaded(name: str) -> Any:
     """What torch gives for a file here, which a script of this folder wrote."""
     return torch.load(FILES / name, weights_only=False)
-
-
-def test_values_of_lightning_stay_values() -> None:
-    catalogue = checkpoint.open(FILES / "lightning.ckpt")
-    file = loaded("lightning.ckpt")
-    objects = catalogue.extra["objects"]
-    assert catalogue.step == file["global_step"] == 3
-    assert objects["lr_schedulers"] == file["lr_schedulers"]
-    assert objects["pytorch-lightning_version"] == file["pytorch-lightning_version"]
-    [optimizer] = catalogue.contents.settings["optimizers"]
-    assert optimizer["groups"][0]["settings"]["lr"] == file["optimizer_states"][0]["param_groups"][0]["lr"]
-
-
-def test_values_of_accelerate_stay_values() -> None:
-    objects = checkpoint.open(FILES / "accelerate_bin").extra["objects"]
-    assert objects["scheduler"] == loaded("accelerate_bin/scheduler.bin")
-    assert objects["random_states_0"]["step"] == loaded("accelerate_bin/random_states_0.pkl")["step"]
-    # The state of numpy's generator is an array, and no array is made here.
-    assert objects["random_states_0"]["numpy_random_seed"][1]["class"] == "numpy._core.multiarray._reconstruct"
 
 
 def test_safetensors_keep_no_order_so_state_keeps_its_numbers() -> None:
@@ -57,28 +38,6 @@ def test_safetensors_keep_no_order_so_state_keeps_its_numbers() -> None:
     assert torch.equal(weights["0.weight"], checkpoint.open(folder).read("0.weight"))
 
 
-def test_what_a_trainer_saved_is_one_checkpoint(tmp_path: Path) -> None:
-    """The names of files of the trainer of transformers, with groups for decay and for none."""
-    model = make_model()
-    decay = [each for name, each in model.named_parameters() if "weight" in name]
-    others = [each for name, each in model.named_parameters() if "weight" not in name]
-    groups: list[dict[str, Any]] = [{"params": decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups)
-    loss_of(model(batch(0)[0]), batch(0)[1]).backward()
-    optimizer.step()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    torch.save({"last_epoch": 1}, tmp_path / "scheduler.pt")
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 7, "log_history": []}')
-    catalogue = checkpoint.open(tmp_path)
-    assert catalogue.step == 7
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            assert same_bytes(catalogue.read(f"optimizer/{name}/{key}"), value)
-    decays = [group["settings"]["weight_decay"] for group in catalogue.contents.settings["optimizers"][0]["groups"]]
-    assert decays == [0.01, 0.0]
-
-
 def test_names_that_a_file_says_go_before_numbers(tmp_path: Path) -> None:
     model = make_model()
     # In another order than that of the model, which no shapes could tell.
@@ -89,7 +48,7 @@ def test_names_that_a_file_says_go_before_numbers(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     catalogue = checkpoint.open(tmp_path / "x.pt")
     for name, parameter in model.named_parameters():
-        assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+        assert same_tensor(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
 
 
 def test_running_means_have_no_number_of_an_optimizer(tmp_path: Path) -> None:
@@ -100,7 +59,7 @@ def test_running_means_have_no_number_of_an_optimizer(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     catalogue = checkpoint.open(tmp_path / "x.pt")
     for name, parameter in model.named_parameters():
-        assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+        assert same_tensor(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
 
 
 @pytest.mark.parametrize("why", ["several ways", "do not fit", "neither a tensor nor a number"])

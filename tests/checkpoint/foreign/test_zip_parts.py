@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from shardwise import checkpoint
+from shardwise.checkpoint.foreign.archive_sums import check_archives
 from shardwise.errors import CheckpointError
+from tests.contracts.format_cases import bad_findings
 
 MAX_BYTES = 64 << 20
 
@@ -245,3 +247,31 @@ def test_a_checksum_of_zero_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(entry_changed(16, "<I", 0, b"x/data.pkl"))
     report = checkpoint.verify(tmp_path / "x.pt")
     assert (report.good, report.unverified_files) == (True, ("x.pt",))
+
+
+def test_bytes_that_no_archive_has_are_refused() -> None:
+    file = io.BytesIO()
+    torch.save(torch.ones(3), file)
+    one = file.getvalue()
+
+    def parts(data: bytes) -> int:
+        return len(list(check_archives(lambda start, count: data[start : start + count], len(data))))
+
+    assert parts(one + one) == 2 * parts(one) > 0
+    for data, at in ((one + b"x" + one, len(one) + 1), (one + b"x", len(one) + 1), (b"x" + one, 1)):
+        with pytest.raises(CheckpointError, match=f"byte {at:,} is not the end of an archive"):
+            parts(data)
+
+
+def test_a_changed_byte_of_any_part_that_is_no_tensor_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(35.0), "b": torch.ones(3)}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist() if "/data/" not in name}
+    for content in filter(None, parts.values()):
+        data = bytearray(whole)
+        data[whole.index(content)] ^= 16
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError):
+            bad_findings(path)
