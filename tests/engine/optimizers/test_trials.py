@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,6 +168,8 @@ class Rare(Own):
         if self.kind == "nearly orthogonal" and parameter.ndim > 1:
             turned = bool((gradient * parameter).sum().abs() < 1e-9)
             gradient = gradient * gradient.norm() if turned else gradient
+        if self.kind == "out of sight":
+            return gradient / float(np.linalg.norm(gradient.numpy()))
         if self.kind == "names" and "norm" in group["param_names"]:
             gradient = gradient / gradient.norm()
         return gradient * (1 + 1e-9 * (group.get("distance", 0.0) > 1e30))
@@ -189,6 +192,7 @@ VERDICTS: dict[str, tuple[Any, bool]] = {
     "below a large size": (lambda: hiding(3000, 1000, above=3 * 10**6), True),
     "plain": (lambda: rare(""), True),
     "rare values": (lambda: rare("nearly orthogonal"), False),
+    "a norm that no operation of torch shows": (lambda: rare("out of sight"), False),
     "a harmless name": (lambda: rare("names"), True),
     "a name": (lambda: rare("names", "norm"), False),
     **{name: (lambda make=make: make(sights()), False) for name, make in OPTIMIZERS.items()},
