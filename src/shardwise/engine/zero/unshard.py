@@ -262,6 +262,7 @@ class Unshard(Passes):
         self._open: list[UnitCall] = []
         """The calls whose backward goes on."""
         self._num_calls = 0
+        self._announced: dict[bytes, _Announcement] = {}
         self._gathered = Counter[int]()
         """How often each unit was gathered in this step, or in the last one."""
         self.is_followed = False
@@ -442,11 +443,13 @@ class Unshard(Passes):
     def _announced_in(self, answer: bytes) -> _Announcement | None:
         if not answer:
             return None
-        found: _Announcement = json_as(tuple[str, str, int])(answer)
-        what, phase, number = found
-        if what not in _ANNOUNCED or number < -1 or (what != _DONE and not 0 <= number < len(self.units)):
-            raise ValueError(f"{what} of {number} in {phase}")
-        return found
+        # Said for each unit of each forward, in the same words: read once.
+        if (known := self._announced.get(answer)) is None:
+            what, phase, number = known = json_as(tuple[str, str, int])(answer)
+            if what not in _ANNOUNCED or number < -1 or (what != _DONE and not 0 <= number < len(self.units)):
+                raise ValueError(f"{what} of {number} in {phase}")
+            self._announced[answer] = known
+        return known
 
     def _in_words(self, said: _Announcement) -> str:
         what, phase, number = said
