@@ -169,11 +169,10 @@ class BucketUpdates:
         with self._watch(optimizer) if is_seen else nullcontext():
             optimizer.step()
         for each, values in zip(parameters, before, strict=True):
-            lent = set(seen)
-            if is_moved := each.data_ptr() != values.data_ptr():
-                lent |= storages(values)
+            is_moved = each.data_ptr() != values.data_ptr()
+            lent = seen | storages(values) if is_moved else seen
             # What the optimizer kept of these gradients and of the old values, it kept as they were.
-            for state in [optimizer.state[each]] if lent and each in optimizer.state else []:
+            if lent and each in optimizer.state and lent & storages(state := optimizer.state[each]):
                 state.update(tree_map_only(torch.Tensor, partial(_out_of, lent), dict(state)))
             if is_moved:
                 values.copy_(each.detach())
