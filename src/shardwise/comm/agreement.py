@@ -84,7 +84,7 @@ def understood_runs(answers: Sequence[bytes], parse: Callable[[bytes], T], *, pu
 
 
 def understood_once(texts: Sequence[bytes], parse: Callable[[bytes], T], *, purpose: str) -> list[T]:
-    """As `understood`, but what several ranks gave alike is read and is there once, at the place of the first."""
+    """As `understood`, of different values only: ranks that gave the same have one entry, where the first has it."""
     return [*dict(zip(texts, understood(texts, cache(parse), purpose=purpose), strict=True)).values()]
 
 

@@ -413,7 +413,7 @@ def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]
 
 
 def _take_in(handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces) -> None:
-    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
+    """Give what rank 0 wrote to the ranks that hold it. All ranks call this, with the message of rank 0."""
     with agreed(handed.rank.channels.world, purpose="verdict on the values written inside engine.whole()"):
         stored = tensors_in([message["stored"].encode()])
         restoration = restore(stored, message["settings"])
