@@ -411,7 +411,7 @@ def _settle(
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
     ties_of, names_of = zip(*understood_once(facts_of, _facts_in, purpose="ties of the target"), strict=True)
-    aliases = dict(chain.from_iterable(map(dict[str, str].items, ties_of)))
+    aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     unplaced: list[str] = []
     if view is not None:
         unplaced = without_place(view, {kind.name for kind in kinds} | aliases.keys())

@@ -84,7 +84,7 @@ def understood_runs(answers: Sequence[bytes], parse: Callable[[bytes], T], *, pu
 
 
 def understood_once(texts: Sequence[bytes], parse: Callable[[bytes], T], *, purpose: str) -> list[T]:
-    """As `understood`, but what several ranks gave alike is read and is there once, at the place of the first."""
+    """As `understood`, of different values only: ranks that gave the same have one entry, where the first has it."""
     return [*dict(zip(texts, understood(texts, cache(parse), purpose=purpose), strict=True)).values()]
 
 
@@ -125,12 +125,14 @@ def texts_in(answer: bytes) -> list[str]:
     return [_of_kind(each, str) for each in a_list(answer)]
 
 
+@cache
 def json_as(form: Any) -> Callable[[bytes], Any]:
     """For `understood`: a value in JSON of a form, such as `list[tuple[str, int]]`.
 
     form: of bool, int, float and str, `None`, lists, dicts, and tuples, which are lists of so many.
     """
-    return lambda answer: of_form(json.loads(answer), form)
+    read = _reader(form)
+    return lambda answer: read(json.loads(answer))
 
 
 def of_form(value: Any, form: Any) -> Any:
@@ -138,24 +140,34 @@ def of_form(value: Any, form: Any) -> Any:
 
     Numbers may be whole where `form` is float.
     """
+    return _reader(form)(value)
+
+
+@cache
+def _reader(form: Any) -> Callable[[Any], Any]:
+    """What reads a form, which is taken apart once: some values are said in each step, others have very many rows."""
     origin, inner = get_origin(form), get_args(form)
     if form is Any:
-        return value
+        return lambda value: value
     if origin is UnionType:
-        return None if value is None else of_form(value, next(each for each in inner if each is not NoneType))
+        (some,) = (_reader(each) for each in inner if each is not NoneType)
+        return lambda value: None if value is None else some(value)
+    parts = [*map(_reader, inner)]
     if origin is tuple:
-        pairs = zip(_of_kind(value, list), inner, strict=True)
-        return tuple(of_form(each, part) for each, part in pairs)
+        return lambda value: tuple([read(each) for read, each in zip(parts, _of_kind(value, list), strict=True)])
     if origin is list:
-        return [of_form(each, *inner) for each in _of_kind(value, list)]
+        return lambda value: [*map(parts[0], _of_kind(value, list))]
     if origin is dict:
-        return {key: of_form(each, inner[1]) for key, each in _of_kind(value, dict).items()}
-    if form is float:
-        float(value if type(value) is int else _of_kind(value, float))  # there may be no float of it
+        return lambda value: {key: parts[1](each) for key, each in _of_kind(value, dict).items()}
+
+    def plain(value: Any) -> Any:
+        if form is float:
+            float(value if type(value) is int else _of_kind(value, float))  # there may be no float of it
+        elif type(value) is not form or (form is int and abs(value) >= _LARGEST_NUMBER):
+            raise TypeError(f"{value!r:.60} instead of a {form.__name__}")
         return value
-    if type(value) is not form or (form is int and abs(value) >= _LARGEST_NUMBER):
-        raise TypeError(f"{value!r:.60} instead of a {form.__name__}")
-    return value
+
+    return plain
 
 
 def _of_kind(value: Any, kind: type[T]) -> T:
@@ -235,14 +247,12 @@ def _verdict(answer: bytes) -> Refusal | None:
         return None
     if answer[:1] != b"-":
         raise ValueError("neither consent nor refusal")
-    kind, text, problems, notes = a_list(answer[1:])
     # Only errors of ours are made of what a peer says, and of texts alone.
-    found = vars(errors).get(_of_kind(kind, str))
+    refusal: Refusal = json_as(Refusal)(answer[1:])
+    found = vars(errors).get(refusal[0])
     if not (isinstance(found, type) and issubclass(found, ShardwiseError)):
-        raise ValueError(f"{kind} is no error of shardwise")
-    for each in (*_of_kind(problems, list), *_of_kind(notes, list)):
-        _of_kind(each, str)
-    return kind, _of_kind(text, str), problems, notes
+        raise ValueError(f"{refusal[0]} is no error of shardwise")
+    return refusal
 
 
 def _joined(refusals: Mapping[int, Refusal], *, names_ranks: bool) -> ShardwiseError:

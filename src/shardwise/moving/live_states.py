@@ -60,7 +60,7 @@ def reshard_told(
     max_bytes: int = DEFAULT_MAX_BYTES,
     compare: bool = True,
 ) -> dict[Piece, torch.Tensor]:
-    """As `reshard`, after ranks have told each other by `gathering` what they hold: that does not travel again."""
+    """As `reshard`. Texts of pieces that `gathering` knows from an earlier call do not travel again."""
     findings = [*_wrong_arguments(source, target, max_bytes), *findings_of(source, target)]
     if free_sources and not isinstance(source, MutableMapping):
         findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")

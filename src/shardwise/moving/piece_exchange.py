@@ -150,13 +150,13 @@ def unpack_pieces(text: bytes) -> list[Piece]:
 
 def tensors_in(texts: Sequence[bytes]) -> dict[str, Piece]:
     """Every tensor that has a piece in a text of `pack_pieces`, as one piece, by name. `texts`: those of all ranks."""
-    form = json_as(list[tuple[str, str, list[int], Any]])
 
-    def parse(text: bytes) -> list[Piece]:
-        return [Piece(name=name, dtype=dtype, global_shape=tuple(shape)) for name, dtype, shape, _ in form(text)]
+    def parse(text: bytes) -> dict[str, Piece]:
+        held = {each.name: each for each in unpack_pieces(text)}
+        return {name: Piece(name=name, dtype=each.dtype, global_shape=each.global_shape) for name, each in held.items()}
 
-    rows = understood_once(texts, parse, purpose=PIECES)  # replicas hold the same
-    return {each.name: each for each in chain.from_iterable(rows)}
+    tables = understood_once(texts, parse, purpose=PIECES)  # replicas hold the same
+    return dict(chain.from_iterable(table.items() for table in tables))
 
 
 def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
@@ -208,7 +208,7 @@ def consent(
                 f"rank {rank} reshards with {theirs}, but rank 0 with {asked[0][0]}; make the same call on all ranks"
             )
     unpack = cache(unpack_pieces)
-    held, wanted = (understood(each, unpack, purpose="pieces to reshard") for each in gathered.texts)
+    held, wanted = (understood(each, unpack, purpose=PIECES) for each in gathered.texts)
     plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast, replicas=replicas)
     return Consent(
         plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]

@@ -64,7 +64,7 @@ def settings_of_model(model: object) -> dict[str, Any]:
 
 
 def _record_after(before: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record of values that a load of a save with these settings has put over others, whose record is `before`."""
+    """The record after a load of a save with these settings. before: that of the values until then."""
     found = record_in(settings)
     kept = {*settings.get(ADDED, ()), *settings.get(KEPT, ())}
     if not kept or not before or before == found:

@@ -120,7 +120,7 @@ class AdaptedMap:
     downs: tuple[TensorModule, ...]
     ups: tuple[TensorModule, ...]
     others: tuple[tuple[TensorModule, str], ...]
-    """Parameters of none of these: the module that holds one, and its attribute."""
+    """The other parameters: of each the module that holds it, and its attribute."""
     foreign: str | None
     """A parameter that shows that the adapter may read the base layer's weight; None where there is none."""
 

@@ -65,7 +65,7 @@ OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers", NUMBERED})
 
 
 def record_in(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """By which rewrite the values of a save with these settings came into the form that they have; {} if unknown."""
+    """The record of the rewrite that made the values of a save with these settings; {} if unknown."""
     # Its own rewrite, or that of the save it went on from: a record is handed on from save to save.
     return a_mapping(settings.get(REWRITE, settings.get(LOADED_BY)))
 
@@ -88,7 +88,7 @@ class SavedRecord:
         return {}
 
     def after(self, settings: Mapping[str, Any]) -> Callable[[], None]:
-        """What takes note of a load of a save with these settings, once it is done."""
+        """Returns what to call when a load of a save with these settings is done: it changes the record."""
         return lambda: None
 
 

@@ -1,7 +1,7 @@
 """Metrics of an evaluation are those of one process: torchmetrics, and means over rows, whatever each rank has."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,23 @@ class MeanOfUpdates(torchmetrics.Metric):
         return {"mean": self.mean, "most": self.most, "least": self.least, "last": torch.cat(self.last).flatten()}
 
 
+class Joined(torchmetrics.Metric):
+    """Makes one tensor of a state that begins as a list."""
+
+    seen: list[torch.Tensor] | torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, preds: torch.Tensor) -> None:
+        self.seen = torch.cat([self.seen, preds]) if isinstance(self.seen, torch.Tensor) else preds
+
+    def compute(self) -> torch.Tensor:
+        assert isinstance(self.seen, torch.Tensor)
+        return self.seen.sort().values
+
+
 def scores(seed: int, rows: int) -> Pair:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 4, generator=generator), torch.randint(2, (rows,), generator=generator)
@@ -90,6 +107,7 @@ def all_metrics() -> dict[str, Metric]:
         "largest": (torchmetrics.MaxMetric(), lambda output, batch: {"value": output}),
         "all": (torchmetrics.CatMetric(), first_score),
         "updates": (MeanOfUpdates(), second),
+        "joined": (Joined(), first_score),
         "both": torchmetrics.MetricCollection(
             {"precision": classification.MulticlassPrecision(2), "recall": classification.MulticlassRecall(2)}
         ),
@@ -136,7 +154,7 @@ def assert_equal(got: Mapping[str, Any], wanted: Mapping[str, Any], *, exactly: 
 
 # What Running wraps is asked before its first update where a rank has no rows, and says so.
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric SumMetric")
-@pytest.mark.parametrize("rows", [[[8]], [[2], [], [7, 1]], [[0, 4], [6]]])
+@pytest.mark.parametrize("rows", [[[8]], [[2], [], [7, 1]], [[0, 4], [6]], [[3], [3]]])
 def test_every_kind_of_metric_is_that_of_one_process(rows: list[list[int]]) -> None:
     """It travels in the exchange that an evaluation makes anyway, and the objects are left as they were."""
     batches = [[scores(10 * rank + at, n) for at, n in enumerate(of_rank)] for rank, of_rank in enumerate(rows)]
@@ -189,13 +207,13 @@ class Shaped(torchmetrics.Metric):
 
     sums: torch.Tensor
 
-    def __init__(self, *, is_sparse: bool = False) -> None:
+    def __init__(self, shape: Callable[[torch.Tensor], Any] = torch.flatten) -> None:
         super().__init__()
         self.add_state("sums", torch.zeros(()), dist_reduce_fx="sum")
-        self.is_sparse = is_sparse
+        self.shape = shape
 
     def update(self, preds: torch.Tensor, *_: Any) -> None:
-        self.sums = preds.sum(0).to_sparse() if self.is_sparse else preds.flatten()
+        self.sums = self.shape(preds)
 
     def compute(self) -> torch.Tensor:
         return self.sums.sum()
@@ -239,7 +257,8 @@ REFUSED = Refusals(
         "an empty tensor": lambda: uncounted(lambda *_: torch.ones(0)),
         "a text": lambda: uncounted(lambda *_: "x"),
         "a state of texts": lambda: uncounted(NoTensors(), (torch.ones(2, 4), torch.ones(2))),
-        "a sparse state": lambda: uncounted(Shaped(is_sparse=True), (torch.ones(2, 4), torch.ones(2))),
+        "a sparse state": lambda: uncounted(Shaped(torch.Tensor.to_sparse), (torch.ones(2, 4), torch.ones(2))),
+        "a list in place of a tensor": lambda: uncounted(Shaped(list), (torch.ones(2, 4), torch.ones(2))),
         "a state of other shapes on ranks": lambda: sw.simulate(2, shaped),
         "unequal rows": lambda: uncounted(lambda *_: 1.0, UNEQUAL),
     },

@@ -93,7 +93,16 @@ def replaced(name: str, parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def unset(parameters: Any) -> torch.optim.Optimizer:
+    """It has a number for each parameter before the first step, without a value."""
+    optimizer = OwnGroups(parameters, lr=0.1)
+    for each in optimizer.param_groups[0]["params"]:
+        optimizer.state[each]["best"] = torch.tensor(torch.nan)
+    return optimizer
+
+
 CHANGED: dict[str, Any] = {
+    "state that is not a number": unset,
     "a method that the step calls": partial(OwnGroups, lr=0.1),
     "another one": partial(OwnCheck, lr=0.1),
     "a class behind torch's": partial(Behind, lr=0.01),

@@ -218,13 +218,13 @@ class _MergedMetric:
         if not any(counts):
             return None
         held: list[Any] = []
-        for part, count in zip(self._parts, counts, strict=True):
+        for part, lists, count in zip(self._parts, self._lists, counts, strict=True):
             states = {key: getattr(part, key) for key in part._reductions}
             for key, state in states.items():
-                if not _is_state(state):
+                if not _is_state(state, may_be_list=key in lists):
                     raise MetricError(
-                        f"the metric {self._name!r} has a state {key!r} that is no dense tensor and no list of them; "
-                        "ranks cannot bring it together. Give f(output, batch) -> tensor"
+                        f"the metric {self._name!r} has a state {key!r} that is neither a dense tensor nor, from "
+                        "the start, a list of them; ranks cannot bring it together. Give f(output, batch) -> tensor"
                     )
             held.append([count, states])
         return held
@@ -234,23 +234,22 @@ class _MergedMetric:
         for part, lists, (_, states) in zip(self._parts, self._lists, given, strict=True):
             if not isinstance(states, dict) or [*states] != [*part._reductions]:
                 raise ValueError(f"states {states}")
-            if not all(
-                _is_state(each) and (key in lists or not isinstance(each, list)) for key, each in states.items()
-            ):
+            if not all(_is_state(each, may_be_list=key in lists) for key, each in states.items()):
                 raise TypeError("no tensors")
         held = transform(given, lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf)
         return _MetricStates([int(count) for count, _ in held], [states for _, states in held])
 
     def result(self, given: Sequence[_MetricStates]) -> Any:
         """The value of the metric over what all ranks have counted."""
-        for at, part in enumerate(self._parts):
+        for at, (part, lists) in enumerate(zip(self._parts, self._lists, strict=True)):
             updated = [each for each in given if each.counts[at]]
             if not updated:
                 continue
             for key, reduce in part._reductions.items():
                 states = [each.states[at][key] for each in updated]
-                shapes = {tuple(each.shape) for each in states if isinstance(each, torch.Tensor)}
-                if len(shapes) > 1 and not any(isinstance(each, list) for each in states):
+                if key in lists and len(states) > 1:  # else it stays what the metric has made of it
+                    states = [each if isinstance(each, list) else [each] for each in states]
+                elif len(shapes := {tuple(each.shape) for each in states if isinstance(each, torch.Tensor)}) > 1:
                     raise MetricError(
                         f"the metric {self._name!r} has a state {key!r} of unlike shapes on ranks, {sorted(shapes)}; "
                         "ranks bring together a state of one shape, or a list of tensors"
@@ -273,8 +272,8 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
     """States of several ranks as one, as torchmetrics reduces them."""
     if len(states) == 1:
         return states[0]
-    if any(isinstance(each, list) for each in states):
-        flat = list(chain.from_iterable(each if isinstance(each, list) else [each] for each in states))
+    if isinstance(states[0], list):
+        flat = list(chain.from_iterable(states))
         return reduce(flat) if reduce is not None and flat else flat
     stacked = torch.stack([*states])
     # A mean over updates; ranks may have made unlike numbers of them.
@@ -284,8 +283,8 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
     return stacked if reduce is None else reduce(stacked)
 
 
-def _is_state(value: Any) -> bool:
-    held = value if isinstance(value, list) else [value]
+def _is_state(value: Any, *, may_be_list: bool) -> bool:
+    held = value if may_be_list and isinstance(value, list) else [value]
     return all(isinstance(each, torch.Tensor) and is_plain(each) for each in held)
 
 

@@ -228,7 +228,7 @@ class _RunTrace(TorchDispatchMode):
         return output
 
     def take_over(self, target: _TwinTensor) -> None:
-        """Take the values of a tensor that the call has put in the place of one of the twin's."""
+        """Take the values of the tensor by which the call has replaced this one, if it has."""
         found: torch.Tensor | None = vars(target.twin)[target.kind].get(target.attribute)
         if found is None or found is target.installed:
             return

@@ -377,7 +377,7 @@ def _buffers(model: nn.Module) -> Pieces:
 def stored_of_all(channel: Channel, pieces: Pieces) -> tuple[dict[str, Piece], Gathering]:
     """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it.
 
-    With it comes what knows the pieces of all ranks, so that a move of them need not tell them again.
+    The gathering then knows the pieces of all ranks: with it, a move of them does not send their texts again.
     """
     gathering = Gathering(PIECES)
     (texts,) = gathering.gather(channel, [pack_pieces(list(pieces))])

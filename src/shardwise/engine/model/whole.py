@@ -166,8 +166,8 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
         buffers.setdefault(id(each), []).append(name)
     names |= {each[0]: tuple(each) for each in buffers.values()}
     # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
-    belongs = {name: lead for name in names for lead in parents(name) if lead in names}
-    names |= {name: (*names[name], lead) for name, lead in belongs.items()}
+    belongs = {name: leads for name in names if (leads := [each for each in parents(name) if each in names])}
+    names |= {name: (*names[name], *leads) for name, leads in belongs.items()}
     # Names first: a large model may have thousands, and a glob would compare each with all others.
     asked = frozenset(only)
     exact = {name for name, alike in names.items() if not asked.isdisjoint(alike)}
@@ -413,7 +413,7 @@ def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]
 
 
 def _take_in(handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces) -> None:
-    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
+    """Give what rank 0 wrote to the ranks that hold it. All ranks call this, with the message of rank 0."""
     with agreed(handed.rank.channels.world, purpose="verdict on the values written inside engine.whole()"):
         stored = tensors_in([message["stored"].encode()])
         restoration = restore(stored, message["settings"])

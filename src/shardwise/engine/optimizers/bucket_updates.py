@@ -164,16 +164,15 @@ class BucketUpdates:
             for each in parameters:
                 if each.grad is not None:
                     each.grad = each.grad.clone()
-        # Code around a step may write to the model's gradients, which are these: they get no copies.
+        # Code around a step may write to these gradients, which are the model's: they are not copied before.
         seen = storages([each.grad for each in parameters]) if is_seen else set()
         with self._watch(optimizer) if is_seen else nullcontext():
             optimizer.step()
         for each, values in zip(parameters, before, strict=True):
-            lent = set(seen)
-            if is_moved := each.data_ptr() != values.data_ptr():
-                lent |= storages(values)
-            # What the optimizer kept of these gradients and of the old values, it kept as they were.
-            for state in [optimizer.state[each]] if lent and each in optimizer.state else []:
+            is_moved = each.data_ptr() != values.data_ptr()
+            lent = seen | storages(values) if is_moved else seen
+            # Gradients and old values get other numbers from here on. State that is in their memory keeps its own.
+            if lent and each in optimizer.state and lent & storages(state := optimizer.state[each]):
                 state.update(tree_map_only(torch.Tensor, partial(_out_of, lent), dict(state)))
             if is_moved:
                 values.copy_(each.detach())

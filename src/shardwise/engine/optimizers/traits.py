@@ -7,7 +7,7 @@ doubles of what is not in the table are tried: see `trials`.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import nan, prod
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -121,7 +121,9 @@ def flags_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Flags
         if type(each) in (bool, str) or (not has_moments and type(each) in (int, float, type(None))):
             found.append((key, each))
         elif not has_moments and type(each) is torch.Tensor and not each.is_meta:
-            found.append((key, TensorFlag(each.item(), each.dtype, tuple(each.shape), each.device)))
+            number = each.item()
+            number = number if number == number else nan  # flags are looked up, and NaNs equal only themselves
+            found.append((key, TensorFlag(number, each.dtype, tuple(each.shape), each.device)))
     return tuple(found)
 
 
