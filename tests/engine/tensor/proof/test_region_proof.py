@@ -279,15 +279,19 @@ def test_hooks_of_the_program_that_change_values_are_proved(name: str, before: b
     )
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
-def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "passes_on"), [("tp=2", False), ("tp=2", True), ("pp=2,tp=2", False)])
+def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str, passes_on: bool) -> None:
     def run(channel: sw.Channel, *, prove: bool) -> int:
         seen: list[str] = []
+
+        def look(_module: nn.Module, _args: Any, output: Any, *, name: str) -> Any:
+            seen.append(name)
+            return output if passes_on else None
 
         def put(engine: sw.Engine) -> None:
             for name, module in engine.model.named_modules():
                 if channel.rank == 0 or "pp" in mesh:  # the first one alone, as programs that log do; stages refuse it
-                    module.register_forward_hook(lambda *_, name=name: seen.append(name))
+                    module.register_forward_hook(partial(look, name=name))
 
         stages: dict[str, Any] = {"pipeline": ON_TWO} if "pp" in mesh else {}
         train(channel, between(torch.relu), plan_of(CUT, mesh, prove=prove, **stages), act=put)

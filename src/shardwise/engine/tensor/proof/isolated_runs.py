@@ -195,7 +195,8 @@ class WatchedHook:
         answer = self.hook(module, *given)
         after = tensors_in(given)
         is_as_before = len(after) == len(before) and all(map(operator.is_, after, before))
-        if answer is not None or not is_as_before or [version_of(each) for each in after] != versions:
+        is_given = answer is None or answer is given[-1]  # what it looked at, passed on
+        if not (is_given and is_as_before) or [version_of(each) for each in after] != versions:
             self.changes = True
         return answer
 
