@@ -301,6 +301,20 @@ def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str, passes
     assert sw.simulate(size, partial(run, prove=True)) == sw.simulate(size, partial(run, prove=False))
 
 
+def test_a_hook_of_the_program_may_look_in_inference_mode() -> None:
+    def run(channel: sw.Channel) -> int:
+        seen: list[Any] = []
+        engines: list[sw.Engine] = []
+        train(channel, between(torch.tanh), plan_of(CUT), steps=0, act=engines.append)
+        model = engines[0].model
+        model.get_submodule("block.down").register_forward_hook(lambda *given: seen.append(given))
+        with torch.inference_mode():
+            engines[0].predict(WORDS, lambda inputs: model(inputs["words"]))
+        return len(seen)
+
+    assert sw.simulate(2, run) == [1, 1]
+
+
 def test_what_cannot_be_compared_is_told() -> None:
     """A cut that begins on one stage and ends on the next."""
     stages = sw.Pipeline(stages={"embedding": 0, "norm": 0, "block.up": 0, "block.down": 1, "head": 1})

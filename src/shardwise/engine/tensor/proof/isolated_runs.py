@@ -191,12 +191,12 @@ class WatchedHook:
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         """What the hook gives."""
         before = tensors_in(given)
-        versions = [version_of(each) for each in before]
+        versions = _versions(before)
         answer = self.hook(module, *given)
         after = tensors_in(given)
         is_as_before = len(after) == len(before) and all(map(operator.is_, after, before))
         is_given = answer is None or answer is given[-1]  # what it looked at, passed on
-        if not (is_given and is_as_before) or [version_of(each) for each in after] != versions:
+        if not (is_given and is_as_before) or _versions(after) != versions:
             self.changes = True
         return answer
 
@@ -223,6 +223,11 @@ def watched_hooks(module: nn.Module) -> list[WatchedHook]:
     """Those of one module."""
     every = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     return [each for each in every if isinstance(each, WatchedHook)]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    # Nobody counts writes to tensors of inference mode.
+    return [version_of(each) for each in tensors if not each.is_inference()]
 
 
 def _is_programs(hook: object) -> bool:
