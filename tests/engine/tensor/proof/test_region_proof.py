@@ -325,3 +325,21 @@ def test_what_cannot_be_compared_is_told() -> None:
     told = [str(each.message) for each in caught if "not compared with the uncut module: 'block'" in str(each.message)]
     assert told
     assert all("it runs on several stages of the pipeline" in each for each in told)
+
+
+@pytest.mark.parametrize(("mesh", "name", "told"), [("tp=2", "", "the model itself"), ("pp=2,tp=2", "block", "block")])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_around_all_that_is_compared_are_told(mesh: str, name: str, told: str, before: bool) -> None:
+    """Of the model, or of a module on a stage."""
+
+    def put(engine: sw.Engine) -> None:
+        module = engine.model.get_submodule(name)
+        if before:
+            module.register_forward_pre_hook(lambda module, *given: given, with_kwargs=True)
+        else:
+            module.register_forward_hook(lambda module, args, output: output * 2)
+
+    stages: dict[str, Any] = {"pipeline": ON_TWO} if "pp" in mesh else {}
+    plan = plan_of(CUT, mesh, **stages)
+    with pytest.warns(UserWarning, match=f"not compared .*{told}': hooks of the program change what it reads or gives"):
+        sw.simulate(plan.mesh.size, lambda channel: train(channel, between(torch.tanh), plan, act=put))

@@ -13,7 +13,7 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from shardwise.comm.nested_values import SeenContainers, is_plain, tensors_in, transform
 from shardwise.engine.forward.kept_objects import held_tensors
@@ -202,13 +202,13 @@ class WatchedHook:
 
 
 @contextmanager
-def hooks_watched(module: nn.Module) -> Iterator[None]:
-    """Inside, hooks of the program in `module` are `WatchedHook`; what `module.compile()` made has them compiled."""
+def hooks_watched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, hooks of the program on `modules` are `WatchedHook`; what `module.compile()` made has them compiled."""
     placed: list[tuple[MutableMapping[int, Any], int, WatchedHook]] = []
-    if not any(map(is_compiled, module.modules())):
-        for each in module.modules():
-            for hooks in (forward_pre_hooks(each), forward_hooks(each)):
-                placed += [(hooks, number, WatchedHook(hook)) for number, hook in hooks.items() if _is_programs(hook)]
+    modules = list(modules)
+    for each in () if any(map(is_compiled, modules)) else modules:
+        for hooks in (forward_pre_hooks(each), forward_hooks(each)):
+            placed += [(hooks, number, WatchedHook(hook)) for number, hook in hooks.items() if _is_programs(hook)]
     for hooks, number, watched in placed:
         hooks[number] = watched
     try:
@@ -226,8 +226,8 @@ def watched_hooks(module: nn.Module) -> list[WatchedHook]:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    # Nobody counts writes to tensors of inference mode.
-    return [version_of(each) for each in tensors if not each.is_inference()]
+    # Nobody counts writes to tensors of inference mode, and to those that another stage of a pipeline has.
+    return [version_of(each) for each in tensors if not (has_torch_function_unary(each) or each.is_inference())]
 
 
 def _is_programs(hook: object) -> bool:

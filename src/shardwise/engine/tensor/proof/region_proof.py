@@ -52,6 +52,7 @@ from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
 from shardwise.engine.torch_private import without_dispatch_modes
 from shardwise.errors import ModelError, ShardwiseError, in_words
+from shardwise.plan.outlines import parents
 from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, ParameterCut, TensorPlan, regions_of
 from shardwise.space import even_cuts
@@ -433,7 +434,7 @@ class Proof:
     @contextmanager
     def calling(self, watch: _RegionProof) -> Iterator[None]:
         """The watched module runs."""
-        with nullcontext() if self._calls else hooks_watched(watch.module):
+        with nullcontext() if self._calls else hooks_watched(watch.module.modules()):
             self._calls.append(watch)
             try:
                 yield
@@ -489,15 +490,27 @@ class Proof:
         The whole world agrees the first time that all ranks are here (`by_all`). Regions that are done lose their
         layer, so that later steps cost nothing.
         """
-        try:
-            yield
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            if self._refusals:
-                raise ModelError(self._refusals[0]) from error
-            raise
+        # Their own hooks run outside of every layer: no run of a proof has them.
+        outermost = [] if self._has_agreed else self._outermost()
+        with hooks_watched(each.module for each in outermost):
+            try:
+                yield
+            except ShardwiseError:
+                raise
+            except Exception as error:
+                if self._refusals:
+                    raise ModelError(self._refusals[0]) from error
+                raise
+            for watch in filter(lambda each: _changes(each.module), outermost):
+                self.unproved.setdefault(watch.region.name, "hooks of the program change what it reads or gives")
         self._judge(by_all=by_all)
+
+    def _outermost(self) -> list[_RegionProof]:
+        """Those with no other around."""
+        names = {each.region.name for each in self._watched}
+        return [
+            each for each in self._watched if not each.region.name or names.isdisjoint(("", *parents(each.region.name)))
+        ]
 
     def _judge(self, *, by_all: bool) -> None:
         refusals = self._refusals[:1]
