@@ -181,7 +181,7 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
 
 
 class WatchedHook:
-    """A hook of the program, which stands in its place for one call of a model and notes whether it changes a value."""
+    """Stands for a hook of the program in one call of a model, and notes whether the hook changes a value."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook

@@ -423,7 +423,7 @@ class Proof:
         self._watched: list[_RegionProof] = []
         self._calls: list[_RegionProof] = []
         self._held_back: list[tuple[_RegionProof, _RegionProof, CopiedInputs | UnjudgedError]] = []
-        """The module around, and a region with hooks of the program on itself, which run after its forward."""
+        """The module around, a region whose own hooks run after its forward, and what the region was given."""
         for region in regions_of(plan):
             if is_local(region.name):
                 self._watched.append(_RegionProof(self, region))
@@ -450,7 +450,7 @@ class Proof:
             self._compare(watch, inputs)
 
     def compare_held_back(self, around: _RegionProof) -> None:
-        """Compare the regions in a module whose own hooks have run by now; itself, where they change a value."""
+        """Compare the regions held back for a module: their hooks have run. Where these change a value, it waits."""
         mine = [each for each in self._held_back if each[0] is around]
         self._held_back = [each for each in self._held_back if each[0] is not around]
         for _, watch, inputs in mine:
