@@ -248,6 +248,10 @@ def by_the_size_of_a_weight(module: nn.Module, value: torch.Tensor) -> torch.Ten
     return value * (module.get_parameter("down.weight" if "down" in module._modules else "weight").numel() / 50)
 
 
+def multiplied_past_the_count(module: nn.Module, value: torch.Tensor) -> None:
+    value.data.mul_(by_the_size_of_a_weight(module, torch.ones(())))
+
+
 def doubled_in_place(_module: nn.Module, value: torch.Tensor) -> None:
     with torch.no_grad():
         value.mul_(2)
@@ -271,7 +275,7 @@ def test_hooks_of_the_program_that_change_values_are_proved(name: str, before: b
         )[0]
 
     changes = rf"gives other numbers when it is cut.* A hook of the program changes values of '{name}'"
-    for hook in (by_a_weight, by_the_size_of_a_weight):
+    for hook in (by_a_weight, by_the_size_of_a_weight, multiplied_past_the_count):
         with pytest.raises(ModelError, match=changes):
             losses(plan_of(CUT), hook)
     assert losses(plan_of(CUT), doubled_in_place) == pytest.approx(
@@ -301,18 +305,23 @@ def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str, passes
     assert sw.simulate(size, partial(run, prove=True)) == sw.simulate(size, partial(run, prove=False))
 
 
-def test_a_hook_of_the_program_may_look_in_inference_mode() -> None:
-    def run(channel: sw.Channel) -> int:
+def test_hooks_of_the_program_are_watched_in_inference_mode() -> None:
+    def run(channel: sw.Channel, *, writes: bool = False) -> int:
         seen: list[Any] = []
         engines: list[sw.Engine] = []
         train(channel, between(torch.tanh), plan_of(CUT), steps=0, act=engines.append)
         model = engines[0].model
-        model.get_submodule("block.down").register_forward_hook(lambda *given: seen.append(given))
+        down = model.get_submodule("block.down")
+        down.register_forward_hook(lambda *given: seen.append(given))
+        if writes:
+            down.register_forward_hook(lambda module, args, output: multiplied_past_the_count(module, output))
         with torch.inference_mode():
             engines[0].predict(WORDS, lambda inputs: model(inputs["words"]))
         return len(seen)
 
     assert sw.simulate(2, run) == [1, 1]
+    with pytest.raises(ModelError, match=r"A hook of the program changes values of 'block\.down'"):
+        sw.simulate(2, partial(run, writes=True))
 
 
 def test_what_cannot_be_compared_is_told() -> None:

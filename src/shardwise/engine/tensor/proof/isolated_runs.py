@@ -31,6 +31,7 @@ from shardwise.engine.forward.observe import Observed, eps_of
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.forward.trial_runs import aside
+from shardwise.engine.forward.writes import Content
 from shardwise.engine.parameter_kinds import is_packed
 from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks, version_of
@@ -191,12 +192,14 @@ class WatchedHook:
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         """What the hook gives."""
         before = tensors_in(given)
-        versions = _versions(before)
+        # What another stage of a pipeline has is not there.
+        seen = [(each, _num_writes(each), Content(each)) for each in before if not has_torch_function_unary(each)]
         answer = self.hook(module, *given)
         after = tensors_in(given)
         is_as_before = len(after) == len(before) and all(map(operator.is_, after, before))
         is_given = answer is None or answer is given[-1]  # what it looked at, passed on
-        if not (is_given and is_as_before) or _versions(after) != versions:
+        is_written = any(_num_writes(each) != count or not content.holds_for(each) for each, count, content in seen)
+        if is_written or not (is_given and is_as_before):
             self.changes = True
         return answer
 
@@ -225,9 +228,9 @@ def watched_hooks(module: nn.Module) -> list[WatchedHook]:
     return [each for each in every if isinstance(each, WatchedHook)]
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    # Nobody counts writes to tensors of inference mode, and to those that another stage of a pipeline has.
-    return [version_of(each) for each in tensors if not (has_torch_function_unary(each) or each.is_inference())]
+def _num_writes(tensor: torch.Tensor) -> int:
+    """As far as torch counts them, which it does not in inference mode."""
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _is_programs(hook: object) -> bool:
