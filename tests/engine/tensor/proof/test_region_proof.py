@@ -305,6 +305,20 @@ def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str, passes
     assert sw.simulate(size, partial(run, prove=True)) == sw.simulate(size, partial(run, prove=False))
 
 
+def test_an_error_of_a_hook_of_the_program_stays_what_it_is() -> None:
+    class EnoughError(Exception):
+        """Ends a forward early."""
+
+    def stop(*_: Any) -> None:
+        raise EnoughError
+
+    def put(engine: sw.Engine) -> None:
+        engine.model.get_submodule("block.down").register_forward_hook(stop)
+
+    with pytest.raises(EnoughError):
+        sw.simulate(2, lambda channel: train(channel, between(torch.tanh), plan_of(CUT), act=put))
+
+
 def test_hooks_of_the_program_are_watched_in_inference_mode() -> None:
     def run(channel: sw.Channel, *, writes: bool = False) -> int:
         seen: list[Any] = []

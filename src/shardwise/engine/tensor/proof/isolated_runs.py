@@ -194,7 +194,11 @@ class WatchedHook:
         before = tensors_in(given)
         # What another stage of a pipeline has is not there.
         seen = [(each, _num_writes(each), Content(each)) for each in before if not has_torch_function_unary(each)]
-        answer = self.hook(module, *given)
+        try:
+            answer = self.hook(module, *given)
+        except Exception:
+            self.changes = True  # does the whole module raise it too?
+            raise
         after = tensors_in(given)
         is_as_before = len(after) == len(before) and all(map(operator.is_, after, before))
         is_given = answer is None or answer is given[-1]  # what it looked at, passed on
