@@ -2,9 +2,9 @@
 
     python -m benchmarks.tensor_plans [--rounds 3] [--write]
 
-58 layers of 256 experts of 3 matrices, as large models have them, on the meta device: 44,544 modules with a style. Time
-is the processor's of this process, the shortest of several rounds. The sizes, a quarter, a half and the whole of the
-layers, take turns, so that a step that is not linear shows.
+58 layers of 256 experts of 3 matrices, as large models have them, on the meta device: 44,544 modules with a style.
+Times are processor seconds of this process, the least of several rounds. The sizes take turns: a quarter, a half and
+all of the layers. Work that grows faster than the number of layers shows between them.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RESULT = Path(__file__).parent / "results" / "tensor-plans.md"
 LAYERS, EXPERTS, WIDTH, INNER, RANKS = 58, 256, 64, 32, 2
 RULES = {"*.gate": "column", "*.up": "column", "*.down": "row"}
 PARTS = (4, 2, 1)
-"""The model has one of so many parts of the layers."""
+"""The number of layers is divided by these."""
 ASKED_S = 5.0
 """Of the plan of the whole, at most."""
 ASKED_GROWTH = 1.25

@@ -1,6 +1,6 @@
 """Kinds of parameters: plain ones, and packed ones, which are worth nothing without the tensors that belong to them.
 
-The folder `packed` has what packed ones need, and only a model with some imports it.
+The folder `packed` has what packed ones need. It is imported for models with packed parameters only.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +18,7 @@ DEPTH = 4
 """How deep objects are looked into for tensors."""
 
 AT_REST = ("_unit_place", "_reader")
-"""Attributes of parameters at rest (stage 3), with a hold on their engine."""
+"""Attributes of parameters at rest (stage 3), which refer to their engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class ParameterKind:
         return []
 
     def settle(self, model: nn.Module, views: Collection[tuple[torch.Tensor, torch.Tensor]]) -> Swapped:
-        """Let views of packed weights show what these are now, and shells say that they are where their tensors are."""
+        """Point views at the memory that packed weights have now, and rebuild shells whose tensors have moved."""
         return []
 
     def kept(self, model: nn.Module) -> Callable[[], None]:

@@ -243,6 +243,6 @@ class TrainerCheckpoints:
 def _name_in(answer: bytes) -> str:
     """The name of a folder."""
     name = answer.decode()
-    if name and Path(name).name != name:
+    if Path(name).name != name:
         raise ValueError(f"{name!r} is no name")
     return name

@@ -248,6 +248,10 @@ def by_the_size_of_a_weight(module: nn.Module, value: torch.Tensor) -> torch.Ten
     return value * (module.get_parameter("down.weight" if "down" in module._modules else "weight").numel() / 50)
 
 
+def multiplied_past_the_count(module: nn.Module, value: torch.Tensor) -> None:
+    value.data.mul_(by_the_size_of_a_weight(module, torch.ones(())))
+
+
 def doubled_in_place(_module: nn.Module, value: torch.Tensor) -> None:
     with torch.no_grad():
         value.mul_(2)
@@ -271,7 +275,7 @@ def test_hooks_of_the_program_that_change_values_are_proved(name: str, before: b
         )[0]
 
     changes = rf"gives other numbers when it is cut.* A hook of the program changes values of '{name}'"
-    for hook in (by_a_weight, by_the_size_of_a_weight):
+    for hook in (by_a_weight, by_the_size_of_a_weight, multiplied_past_the_count):
         with pytest.raises(ModelError, match=changes):
             losses(plan_of(CUT), hook)
     assert losses(plan_of(CUT), doubled_in_place) == pytest.approx(
@@ -279,15 +283,19 @@ def test_hooks_of_the_program_that_change_values_are_proved(name: str, before: b
     )
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
-def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "passes_on"), [("tp=2", False), ("tp=2", True), ("pp=2,tp=2", False)])
+def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str, passes_on: bool) -> None:
     def run(channel: sw.Channel, *, prove: bool) -> int:
         seen: list[str] = []
+
+        def look(_module: nn.Module, _args: Any, output: Any, *, name: str) -> Any:
+            seen.append(name)
+            return output if passes_on else None
 
         def put(engine: sw.Engine) -> None:
             for name, module in engine.model.named_modules():
                 if channel.rank == 0 or "pp" in mesh:  # the first one alone, as programs that log do; stages refuse it
-                    module.register_forward_hook(lambda *_, name=name: seen.append(name))
+                    module.register_forward_hook(partial(look, name=name))
 
         stages: dict[str, Any] = {"pipeline": ON_TWO} if "pp" in mesh else {}
         train(channel, between(torch.relu), plan_of(CUT, mesh, prove=prove, **stages), act=put)
@@ -295,6 +303,39 @@ def test_hooks_of_the_program_that_look_see_no_call_of_a_proof(mesh: str) -> Non
 
     size = sw.Mesh.parse(mesh).size
     assert sw.simulate(size, partial(run, prove=True)) == sw.simulate(size, partial(run, prove=False))
+
+
+def test_an_error_of_a_hook_of_the_program_stays_what_it_is() -> None:
+    class EnoughError(Exception):
+        """Ends a forward early."""
+
+    def stop(*_: Any) -> None:
+        raise EnoughError
+
+    def put(engine: sw.Engine) -> None:
+        engine.model.get_submodule("block.down").register_forward_hook(stop)
+
+    with pytest.raises(EnoughError):
+        sw.simulate(2, lambda channel: train(channel, between(torch.tanh), plan_of(CUT), act=put))
+
+
+def test_hooks_of_the_program_are_watched_in_inference_mode() -> None:
+    def run(channel: sw.Channel, *, writes: bool = False) -> int:
+        seen: list[Any] = []
+        engines: list[sw.Engine] = []
+        train(channel, between(torch.tanh), plan_of(CUT), steps=0, act=engines.append)
+        model = engines[0].model
+        down = model.get_submodule("block.down")
+        down.register_forward_hook(lambda *given: seen.append(given))
+        if writes:
+            down.register_forward_hook(lambda module, args, output: multiplied_past_the_count(module, output))
+        with torch.inference_mode():
+            engines[0].predict(WORDS, lambda inputs: model(inputs["words"]))
+        return len(seen)
+
+    assert sw.simulate(2, run) == [1, 1]
+    with pytest.raises(ModelError, match=r"A hook of the program changes values of 'block\.down'"):
+        sw.simulate(2, partial(run, writes=True))
 
 
 def test_what_cannot_be_compared_is_told() -> None:
@@ -307,3 +348,21 @@ def test_what_cannot_be_compared_is_told() -> None:
     told = [str(each.message) for each in caught if "not compared with the uncut module: 'block'" in str(each.message)]
     assert told
     assert all("it runs on several stages of the pipeline" in each for each in told)
+
+
+@pytest.mark.parametrize(("mesh", "name", "told"), [("tp=2", "", "the model itself"), ("pp=2,tp=2", "block", "block")])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_around_all_that_is_compared_are_told(mesh: str, name: str, told: str, before: bool) -> None:
+    """Of the model, or of a module on a stage."""
+
+    def put(engine: sw.Engine) -> None:
+        module = engine.model.get_submodule(name)
+        if before:
+            module.register_forward_pre_hook(lambda module, *given: given, with_kwargs=True)
+        else:
+            module.register_forward_hook(lambda module, args, output: output * 2)
+
+    stages: dict[str, Any] = {"pipeline": ON_TWO} if "pp" in mesh else {}
+    plan = plan_of(CUT, mesh, **stages)
+    with pytest.warns(UserWarning, match=f"not compared .*{told}': hooks of the program change what it reads or gives"):
+        sw.simulate(plan.mesh.size, lambda channel: train(channel, between(torch.tanh), plan, act=put))

@@ -13,7 +13,7 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from shardwise.comm.nested_values import SeenContainers, is_plain, tensors_in, transform
 from shardwise.engine.forward.kept_objects import held_tensors
@@ -31,6 +31,7 @@ from shardwise.engine.forward.observe import Observed, eps_of
 from shardwise.engine.forward.precision import stop_following
 from shardwise.engine.forward.randomness import StreamSplit
 from shardwise.engine.forward.trial_runs import aside
+from shardwise.engine.forward.writes import Content
 from shardwise.engine.parameter_kinds import is_packed
 from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.torch_private import forward_hooks, forward_pre_hooks, version_of
@@ -181,7 +182,7 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
 
 
 class WatchedHook:
-    """A hook of the program, which stands in its place for one call of a model and notes whether it changes a value."""
+    """Stands for a hook of the program in one call of a model, and notes whether the hook changes a value."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
@@ -191,23 +192,30 @@ class WatchedHook:
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         """What the hook gives."""
         before = tensors_in(given)
-        versions = [version_of(each) for each in before]
-        answer = self.hook(module, *given)
+        # What another stage of a pipeline has is not there.
+        seen = [(each, _num_writes(each), Content(each)) for each in before if not has_torch_function_unary(each)]
+        try:
+            answer = self.hook(module, *given)
+        except Exception:
+            self.changes = True  # does the whole module raise it too?
+            raise
         after = tensors_in(given)
         is_as_before = len(after) == len(before) and all(map(operator.is_, after, before))
-        if answer is not None or not is_as_before or [version_of(each) for each in after] != versions:
+        is_given = answer is None or answer is given[-1]  # what it looked at, passed on
+        is_written = any(_num_writes(each) != count or not content.holds_for(each) for each, count, content in seen)
+        if is_written or not (is_given and is_as_before):
             self.changes = True
         return answer
 
 
 @contextmanager
-def hooks_watched(module: nn.Module) -> Iterator[None]:
-    """Inside, hooks of the program in `module` are `WatchedHook`; what `module.compile()` made has them compiled."""
+def hooks_watched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, hooks of the program on `modules` are `WatchedHook`; what `module.compile()` made has them compiled."""
     placed: list[tuple[MutableMapping[int, Any], int, WatchedHook]] = []
-    if not any(map(is_compiled, module.modules())):
-        for each in module.modules():
-            for hooks in (forward_pre_hooks(each), forward_hooks(each)):
-                placed += [(hooks, number, WatchedHook(hook)) for number, hook in hooks.items() if _is_programs(hook)]
+    modules = list(modules)
+    for each in () if any(map(is_compiled, modules)) else modules:
+        for hooks in (forward_pre_hooks(each), forward_hooks(each)):
+            placed += [(hooks, number, WatchedHook(hook)) for number, hook in hooks.items() if _is_programs(hook)]
     for hooks, number, watched in placed:
         hooks[number] = watched
     try:
@@ -222,6 +230,11 @@ def watched_hooks(module: nn.Module) -> list[WatchedHook]:
     """Those of one module."""
     every = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     return [each for each in every if isinstance(each, WatchedHook)]
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    """As far as torch counts them, which it does not in inference mode."""
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _is_programs(hook: object) -> bool:

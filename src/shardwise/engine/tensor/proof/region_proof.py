@@ -52,6 +52,7 @@ from shardwise.engine.tensor.styles import note_on
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, is_half, taken, uncompiled, widened
 from shardwise.engine.torch_private import without_dispatch_modes
 from shardwise.errors import ModelError, ShardwiseError, in_words
+from shardwise.plan.outlines import parents
 from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, ParameterCut, TensorPlan, regions_of
 from shardwise.space import even_cuts
@@ -422,7 +423,7 @@ class Proof:
         self._watched: list[_RegionProof] = []
         self._calls: list[_RegionProof] = []
         self._held_back: list[tuple[_RegionProof, _RegionProof, CopiedInputs | UnjudgedError]] = []
-        """The module around, and a region with hooks of the program on itself, which run after its forward."""
+        """The module around, a region whose own hooks run after its forward, and what the region was given."""
         for region in regions_of(plan):
             if is_local(region.name):
                 self._watched.append(_RegionProof(self, region))
@@ -433,7 +434,7 @@ class Proof:
     @contextmanager
     def calling(self, watch: _RegionProof) -> Iterator[None]:
         """The watched module runs."""
-        with nullcontext() if self._calls else hooks_watched(watch.module):
+        with nullcontext() if self._calls else hooks_watched(watch.module.modules()):
             self._calls.append(watch)
             try:
                 yield
@@ -449,7 +450,7 @@ class Proof:
             self._compare(watch, inputs)
 
     def compare_held_back(self, around: _RegionProof) -> None:
-        """Compare the regions in a module whose own hooks have run by now; itself, where they change a value."""
+        """Compare the regions held back for a module: their hooks have run. Where these change a value, it waits."""
         mine = [each for each in self._held_back if each[0] is around]
         self._held_back = [each for each in self._held_back if each[0] is not around]
         for _, watch, inputs in mine:
@@ -489,15 +490,27 @@ class Proof:
         The whole world agrees the first time that all ranks are here (`by_all`). Regions that are done lose their
         layer, so that later steps cost nothing.
         """
-        try:
-            yield
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            if self._refusals:
-                raise ModelError(self._refusals[0]) from error
-            raise
+        # Their own hooks run outside of every layer: no run of a proof has them.
+        outermost = [] if self._has_agreed else self._outermost()
+        with hooks_watched(each.module for each in outermost):
+            try:
+                yield
+            except ShardwiseError:
+                raise
+            except Exception as error:
+                if self._refusals:
+                    raise ModelError(self._refusals[0]) from error
+                raise
+            for watch in filter(lambda each: _changes(each.module), outermost):
+                self.unproved.setdefault(watch.region.name, "hooks of the program change what it reads or gives")
         self._judge(by_all=by_all)
+
+    def _outermost(self) -> list[_RegionProof]:
+        """Those with no other around."""
+        names = {each.region.name for each in self._watched}
+        return [
+            each for each in self._watched if not each.region.name or names.isdisjoint(("", *parents(each.region.name)))
+        ]
 
     def _judge(self, *, by_all: bool) -> None:
         refusals = self._refusals[:1]
