@@ -224,11 +224,11 @@ class FlatParams:
         """Take values that were written to masters from outside over into this rank's part of the working copies.
 
         `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies. sends:
-        whether it follows.
+        whether `publish_masters` follows.
         """
         for bucket in self.buckets:
             memory = bucket.master_memory
-            # Where they are the working copy, values do not show who wrote: to give them to all is right in any case.
+            # Where a master is the working copy, its values do not show who wrote. To give them to all is always right.
             is_written = memory.is_written(reads=bucket.has_master or sends)
             if memory.is_touched and bucket.has_master and not (is_written or is_on_host(bucket.master)):
                 # Both hold the same unless one of them was written. Torch counts most writes to the model.
@@ -297,14 +297,15 @@ class FlatParams:
 
     @cached_property
     def own_masters(self) -> list[str]:
-        """Parameters that are whole here and their own masters: no cast shows what is written without a count."""
+        """Whole parameters that have no other master. A write that torch does not count shows in no cast of theirs."""
         buckets = (each for each in self.buckets if not (each.has_master or isinstance(each, ShardedBucket)))
         return [*(slot.name for each in buckets for slot in each.plan.slots), *self._in_no_bucket]
 
     @torch.no_grad()
     def digest_where_due(self) -> str:
-        """Of all `own_masters`, in the looks that compare everything: data ranks hold the same. Waits for a device."""
-        # The first steps show most programs that write so. It is a read of the model, which later ones rarely pay for.
+        """Of all `own_masters`, in the looks that compare everything; empty in others. Waits for a device."""
+        # Data ranks hold the same values. The first steps show most programs that write to one rank's alone; a digest
+        # reads the model, and later steps rarely do.
         if not (is_due(self._num_looks) and self.own_masters):
             return ""
         held = [self._watched[name].detach() for name in self.own_masters]
