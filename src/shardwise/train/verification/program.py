@@ -164,10 +164,10 @@ class Program:
                 )
 
     def share(self, batch: Batch, data_rank: int) -> dict[str, Any]:
-        """The rows of a batch that a data rank sees."""
+        """The rows of a batch that a data rank sees, with tensors for arrays."""
         num_rows = count_rows(batch, self.rows) // self.num_data_ranks
         start = data_rank * num_rows
-        share: dict[str, Any] = rows_of(batch, range(start, start + num_rows), self.rows)
+        share: dict[str, Any] = with_tensors(rows_of(batch, range(start, start + num_rows), self.rows))
         return share
 
     def as_ranks_have_it(self, batch: Batch, device: torch.device) -> Any:
@@ -175,7 +175,7 @@ class Program:
         # Kernels round by the alignment of what they read, and a device gets a copy of each share.
         if device.type == "cpu":
             return batch
-        shares = (with_tensors(self.share(batch, each)) for each in range(self.num_data_ranks))
+        shares = (self.share(batch, each) for each in range(self.num_data_ranks))
         parts = (split_batch(each, self.plan.merge.microbatches, device, self.rows) for each in shares)
         return [*chain.from_iterable(parts)]
 
