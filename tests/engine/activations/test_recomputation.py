@@ -283,3 +283,30 @@ def test_what_cannot_run_again_is_refused(case: str) -> None:
 def test_an_overload_of_nothing_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(PlanError, match=r"'aten\.mm\.x'; its overloads are default, out"):
         of(REMEMBERING, save=("aten.mm.x",))()
+
+
+class Masked(nn.Module):
+    """Gives its layer a mask of one row for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Bilinear(4, 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.read(x, torch.ones(1, 4).expand(len(x), 4))
+        return found
+
+
+def test_a_saved_tensor_that_comes_back_with_other_strides_was_not_written_to() -> None:
+    def squares(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    losses = []
+    for plan in (sw.Plan(), sw.Plan(activations=sw.Activations(checkpoint=("read",)))):
+        torch.manual_seed(0)
+        engine = sw.parallelize(Masked(), plan, optimizer=lambda each: torch.optim.SGD(each, lr=0.1), loss=squares)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.clone(memory_format=torch.contiguous_format), lambda kept: kept
+        ):
+            losses.append([engine.step({"x": torch.ones(3, 4)}).loss for _ in range(3)])
+    assert losses[0] == losses[1]

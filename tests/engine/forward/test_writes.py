@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.engine.forward.writes import Content
 from shardwise.errors import MismatchError, ModelError, PeerError
 from tests.covering import covering
 from tests.engine.loops import sgd, share
@@ -385,3 +387,34 @@ def test_what_one_rank_writes_to_its_own_masters_is_refused_in_looks_that_compar
     for at, said in on(plan, run):
         assert at == (writes_at if way == "in place" else found_at)
         assert "parameter 'first.weight' was written to after parallelize" in said
+
+
+class Operators(TorchDispatchMode):
+    """Notes what is carried out inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_look_at_a_large_tensor_copies_nothing_and_goes_by_the_order_of_rows() -> None:
+    large = torch.randn(512, 512)
+    for view in (
+        large,
+        large.T,
+        large[:1, :9].expand(3, 9),
+        large[:, :300],
+        large[:1].expand(4000, 512),
+        large.view(64, 8, 512).movedim(0, 2),
+    ):
+        with Operators() as seen:
+            content = Content(view)
+        assert seen.names <= {"aten::detach"} or view.numel() < 100
+        assert content.holds_for(view)
+        assert content.holds_for(view.clone(memory_format=torch.contiguous_format))
+        view[(0,) * view.ndim] += 1
+        assert not content.holds_for(view)

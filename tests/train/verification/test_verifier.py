@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import shardwise as sw
-from shardwise.train.verification.program import configured
+from shardwise.train.verification.program import Program, configured
 from shardwise.train.verification.report import VerificationReport
 from shardwise.train.verification.verifier import verify_simulated
 from tests.oracle.batches import word_loss
@@ -197,6 +197,37 @@ def test_ranks_on_devices_are_compared_as_those_of_the_host(on_fake: None) -> No
     assert verified(plan(stage=3, dp_shard=2), make_model=tied).verdict == "rounding"
 
 
+@pytest.mark.parametrize("place", ["cpu", "fake", "arrays"])
+def test_what_has_no_weight_is_computed_on_no_side_wherever_batches_are(fake: str, place: str) -> None:
+    (batch,) = batches(1, 8)
+    batch["targets"][2:4] = -100
+    batch = {name: each.numpy() if place == "arrays" else each.to(place) for name, each in batch.items()}
+
+    def on_rank(channel: sw.Channel) -> VerificationReport:
+        return sw.verify(
+            Net, plan(dp_shard=2), [batch], optimizer=sgd, loss=word_loss, loss_weight=num_targets, channel=channel
+        )
+
+    report = sw.simulate(2, on_rank, device=fake)[0]
+    assert report.verdict == "rounding", report.text()
+    assert compared(report, OUTPUTS) == (3 * 7, 3 * 7)
+
+
+def test_microbatches_of_a_data_rank_share_its_memory_on_a_device_also_those_of_arrays(fake: str) -> None:
+    (batch,) = batches(1, 8)
+    program = Program(
+        make_model=Net,
+        plan=plan(dp_shard=2),
+        batches=[batch],
+        optimizer_of=lambda model: sgd,
+        loss_of=lambda model: word_loss,
+    )
+    arrays = {name: each.numpy() for name, each in batch.items()}
+    parts = [each["words"] for each in program.as_ranks_have_it(arrays, torch.device(fake))]
+    assert [each.storage_offset() for each in parts] == [0, 10, 0, 10]
+    assert torch.equal(torch.cat(parts).cpu(), batch["words"])
+
+
 @pytest.mark.slow
 def test_rows_groups_and_schedules_of_a_configuration_hold(tmp_path: Path) -> None:
     groups = "train.groups=[{parameters=['*norm*'], frozen=true}, {parameters=['lm_head'], learning_rate=0.1}]"
@@ -207,6 +238,11 @@ def test_rows_groups_and_schedules_of_a_configuration_hold(tmp_path: Path) -> No
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters)
+
+
+def num_targets(batch: Any) -> torch.Tensor:
+    counted: torch.Tensor = batch["targets"].ne(-100).sum()
+    return counted
 
 
 def asked(**given: Any) -> None:

@@ -24,7 +24,7 @@ from shardwise.plan.units import ITSELF, meant_modules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationModules:
-    """The modules that the settings of a plan mean, by name; alike on all ranks."""
+    """The modules that the settings of a plan mean, by name: the same on all ranks."""
 
     checkpoint: Sequence[str] = ()
     offload: Sequence[str] = ()

@@ -23,7 +23,7 @@ _Outputs = dict[Operator, list[tuple[Any, int]]]
 
 
 class TakenOutputs(TorchDispatchMode):
-    """Gives them, in the second run, in the place of a call."""
+    """Gives them, in the second run, instead of a call."""
 
     def __init__(self, outputs: _Outputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -82,8 +82,8 @@ class Recomputed(OfEngine):
         """Run a forward, of this layer or of one that measures it."""
         if not torch.is_grad_enabled() or self._random.is_suspended:  # no backward follows
             return forward(*args, **kwargs)
-        # Nor inside of torch.func, which knows no checkpoints; nor with other tensors in the place of the parameters
-        # (`functional_call`), which a second run would not find.
+        # Nor inside of torch.func, which knows no checkpoints; nor where `functional_call` runs the module with other
+        # tensors than its parameters: a second run would not find them.
         if is_transformed() or self._not_in_place():
             return forward(*args, **kwargs)
         given = KeptArguments(args, kwargs)
@@ -145,7 +145,7 @@ class Recomputed(OfEngine):
         given: Sequence[torch.Tensor],
         buffer: str | None,
     ) -> None:
-        """Raise ModelError where a second run would find other values than the first: in what is given it, too."""
+        """Raise ModelError where a second run would find other values than the first. given: its tensors."""
         for (_, key, _), seen in zip(self._parameters, parameters, strict=True):
             if seen.is_written(seen.tensor):
                 raise self._changed(f"parameter {key!r} of")
@@ -194,7 +194,7 @@ class KeptArguments:
         self._template = transform((args, kwargs), self._take, fresh=True, seen=SeenContainers())
 
     def contents(self, reads: bool) -> list[Content | None]:
-        """What the tensors hold that are on the host; nothing where nobody `reads` them."""
+        """Digests of the tensors; None for one on a device, and for all where not `reads`."""
         return [Content(each) if reads and is_on_host(each) else None for each in self._tensors]
 
     def take_tensors(self) -> list[torch.Tensor]:

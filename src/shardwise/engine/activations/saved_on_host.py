@@ -154,7 +154,7 @@ class HostForward:
         """Streams that wait for them."""
 
     def pack(self, tensor: torch.Tensor) -> object:
-        """What autograd keeps in the place of a saved tensor."""
+        """What autograd keeps instead of a saved tensor."""
         transfers = self._transfers
         if not isinstance(kept := transfers.passes.pack_saved(tensor), torch.Tensor):
             return kept

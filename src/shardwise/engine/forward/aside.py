@@ -37,8 +37,10 @@ def items_set(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 def kept_attributes(
     modules: Iterable[nn.Module], *, names: Collection[str] | None = None, contents: bool = False
 ) -> Callable[[], None]:
-    """What puts back the attributes that modules have now. names: of those; None: all. contents: the items of
-    dicts and sets, too."""
+    """What puts back the attributes that modules have now. names: of those; None: all.
+
+    contents: it puts back the items of dicts and sets, too.
+    """
     saved: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
     for each in modules:
         before = {key: held for key, held in vars(each).items() if names is None or key in names}

@@ -64,7 +64,7 @@ def _moves_itself(value: Any) -> bool:
 
 
 def with_tensors(batch: Batch) -> Batch:
-    """The batch with tensors in the place of arrays of numbers, in the same memory."""
+    """The batch with a tensor for each array of numbers, in the same memory."""
 
     def made(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc":

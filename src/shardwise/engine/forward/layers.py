@@ -69,7 +69,7 @@ class Layer(ABC):
 
 
 class PlainLayer(Layer):
-    """A layer that adds nothing: copies and pickles of a module have it in the place of an engine's."""
+    """A layer that adds nothing: copies and pickles of a module have it instead of an engine's."""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

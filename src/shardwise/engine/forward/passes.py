@@ -80,7 +80,7 @@ class Passes:
         """The forwards that go on save tensors as they are from here on: what they have gathered stays."""
 
     def pack_saved(self, tensor: torch.Tensor) -> object:
-        """What autograd keeps in the place of a tensor that it saves: no tensor for one that is gathered.
+        """What autograd keeps instead of a tensor that it saves: no tensor for one that is gathered.
 
         An operation saves what it gives as well. That leads to its node, which would hold itself: a graph that has no
         backward, as of an output that the loss does not use, would stay for ever. So the tensor is detached.

@@ -107,17 +107,14 @@ def _kept_of(tensor: torch.Tensor) -> torch.Tensor | tuple["Form | None", int] |
 
 def _digest(tensor: torch.Tensor) -> int:
     """Of values in the host's memory, in the order of rows: all of them, or some."""
-    if not tensor.is_contiguous():
-        tensor = tensor.detach()
-        for dim, stride in enumerate(tensor.stride()):
-            if not stride and tensor.shape[dim]:  # expanded: one value for all places
-                tensor = tensor.narrow(dim, 0, 1)
-        tensor = tensor.contiguous()
-    memory = bytes_of(tensor)
-    if len(memory) > _MOST_BYTES:
-        words = np.frombuffer(memory[: len(memory) // 8 * 8], np.int64)
-        memory = memoryview(words[:: spread_over(len(words))].tobytes())
-    return xxhash.xxh3_64_intdigest(memory)
+    if is_small(tensor):
+        rows = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        return xxhash.xxh3_64_intdigest(bytes_of(rows))
+    # Where they are: to put a large tensor into the order of its rows would copy all of it.
+    size = tensor.element_size()
+    strides = [size * stride for stride in tensor.stride()]
+    elements = np.ndarray(tensor.shape, f"V{size}", bytes_of(tensor), strides=strides)
+    return xxhash.xxh3_64_intdigest(elements.flat[:: spread_over(elements.size)].tobytes())
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:

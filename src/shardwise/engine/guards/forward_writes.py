@@ -43,7 +43,7 @@ class ForwardWrites:
     def __init__(
         self, model: nn.Module, specs: Sequence[Parameter], mesh: Mesh, world: Channel, params: FlatParams
     ) -> None:
-        """`specs`: of the whole model, alike on all ranks."""
+        """`specs`: of the whole model, the same on all ranks."""
         self._specs = specs
         self._params = params
         self._world = world
@@ -91,7 +91,7 @@ class ForwardWrites:
         purpose = "parameters that forwards wrote to"
         (texts,) = Gathering(purpose).gather(self._world, [json.dumps(digests).encode()])
         seen: dict[tuple[str, int], str] = {}
-        # Ranks that say the same share one table, which is looked at once for each place along tp.
+        # Ranks that gave the same bytes share one table. It is compared once for each place along tp.
         tables = understood(texts, cache(self._digests_of), purpose=purpose)
         places = {(id(table), at): table for at, table in zip(self._tensor_ranks, tables, strict=True)}
         for (_, place), table in places.items():

@@ -58,7 +58,7 @@ class OutputObserver(Protocol):
         """See the model's output for a microbatch."""
 
     def packed(self) -> Sequence[bytes]:
-        """JSON of names, which ranks must have alike, and what this rank has under them."""
+        """JSON of names, which must be the same on all ranks, and what this rank has under them."""
 
     def results(self, states: RankValues, data_ranks: Sequence[int]) -> dict[str, Any]:
         """By name, from what all ranks have."""
@@ -98,10 +98,10 @@ class EntryRestoration:
 
 
 class StateEntry(Protocol):
-    """What a rank has besides weights and the state of optimizers, and may put in the place of the weights."""
+    """What a rank has besides weights and the state of optimizers, and may put where the weights are."""
 
     are_in: bool
-    """Whether it is in the place of the weights."""
+    """Whether it is where the weights are."""
 
     @property
     def num_averaged(self) -> int:

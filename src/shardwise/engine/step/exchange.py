@@ -267,7 +267,7 @@ def merge_weights(
     same_count: bool,
     ranks: RankGroups,
 ) -> tuple[Weighting, list[StepFacts], bool]:
-    """The weights of all data ranks; the facts of those that say unlike ones; whether replicas hold unlike values.
+    """The weights of all data ranks; each run of ranks' facts, once; whether replicas hold unlike values.
 
     parts: `parts_of_opening` of every rank. lines: of the batch of this rank.
     Raises the same error on all ranks when the weights cannot be used.

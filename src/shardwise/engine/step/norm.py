@@ -220,7 +220,7 @@ Key: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NormParts:
-    """Some parts; alike on all ranks but for `runs`."""
+    """Some parts. All but `runs` is the same on all ranks."""
 
     members: Mapping[Key, frozenset[str]]
     """Of each part its parameters that can be trained."""

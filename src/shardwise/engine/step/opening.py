@@ -47,7 +47,7 @@ _COMPARED_STEPS = 3
 
 
 class OpenedBatch(NamedTuple):
-    """What a step computes, alike on ranks that share a batch."""
+    """What a step computes: the same on ranks that share a batch."""
 
     parts: Sequence[Microbatch]
     weights: Sequence[Weight]
@@ -124,13 +124,13 @@ class StepOpening:
         weighting, said, are_unlike = merge_weights(
             self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._channels.ranks
         )
-        if are_unlike:  # the exchange below finds which, and refuses them until they are alike
+        if are_unlike:  # the exchange below finds which differ, and refuses steps until the ranks' values are equal
             self._buffers.written.update(self._buffers.own_masters)
         self._settle_writes(said, are_unlike)
         return OpenedBatch(parts, weights, weighting)
 
     def _settle_writes(self, said: Sequence[StepFacts], are_unlike: bool) -> None:
-        """Give all ranks what was written from outside, or refuse it on all: what all ranks have said, or digests."""
+        """Give all ranks what was written from outside, or refuse it on all. are_unlike: digests of replicas differ."""
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
         # because these are the unions over all of them.

@@ -145,7 +145,8 @@ class FlatParams:
         sharded = {slot.name for bucket in self.sharded for slot in bucket.plan.slots}
         self._place_functions = [_storage_of if name in sharded else torch.Tensor.data_ptr for name in here]
         self._places = self._places_now()
-        self._counted_names = [*here, *self._in_no_bucket]
+        self._watched = here | self._in_no_bucket
+        """Parameters whose counts of writes are compared."""
         self._versions = self._versions_now()
         self._kinds: dict[str, type] = {}
         for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
@@ -223,11 +224,11 @@ class FlatParams:
         """Take values that were written to masters from outside over into this rank's part of the working copies.
 
         `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies. sends:
-        whether it follows.
+        whether `publish_masters` follows.
         """
         for bucket in self.buckets:
             memory = bucket.master_memory
-            # Where they are the working copy, values do not show who wrote: to give them to all is right in any case.
+            # Where a master is the working copy, its values do not show who wrote. To give them to all is always right.
             is_written = memory.is_written(reads=bucket.has_master or sends)
             if memory.is_touched and bucket.has_master and not (is_written or is_on_host(bucket.master)):
                 # Both hold the same unless one of them was written. Torch counts most writes to the model.
@@ -276,41 +277,38 @@ class FlatParams:
         """Writes to these were refused; see `adopt_writes`."""
         now = self._versions_now()
         lost = self._kinds.keys() & names
-        self._versions = [
-            now[at] if name in lost else self._versions[at] for at, name in enumerate(self._counted_names)
-        ]
+        self._versions = [now[at] if name in lost else self._versions[at] for at, name in enumerate(self._watched)]
 
     def _counted(self) -> list[str]:
         """Parameters to which torch has counted a write."""
         now = self._versions_now()
         if now == self._versions:
             return []
-        return [name for name, one, other in zip(self._counted_names, now, self._versions, strict=True) if one != other]
+        return [name for name, one, other in zip(self._watched, now, self._versions, strict=True) if one != other]
 
     def _versions_now(self) -> list[int]:
         with DisableTorchFunctionSubclass():  # sharded or not
-            return [*map(version_of, self._all), *map(version_of, self._in_no_bucket.values())]
+            return [*map(version_of, self._watched.values())]
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
-        here = self._parameters | self._in_no_bucket
-        held = {name: here[name].detach() for name in names if name in here}
-        return {name: digest_of_values(values) for name, values in held.items()}
+        held = self._watched
+        return {name: digest_of_values(held[name]) for name in names if name in held}
 
     @cached_property
     def own_masters(self) -> list[str]:
-        """Parameters that are whole here and their own masters: no cast shows what is written without a count."""
+        """Whole parameters that have no other master. A write that torch does not count shows in no cast of theirs."""
         buckets = (each for each in self.buckets if not (each.has_master or isinstance(each, ShardedBucket)))
         return [*(slot.name for each in buckets for slot in each.plan.slots), *self._in_no_bucket]
 
     @torch.no_grad()
     def digest_where_due(self) -> str:
-        """Of all `own_masters`, in the looks that compare everything: data ranks hold the same. Waits for a device."""
-        # The first steps show most programs that write so. It is a read of the model, which later ones rarely pay for.
+        """Of all `own_masters`, in the looks that compare everything; empty in others. Waits for a device."""
+        # Data ranks hold the same values. The first steps show most programs that write to one rank's alone; a digest
+        # reads the model, and later steps rarely do.
         if not (is_due(self._num_looks) and self.own_masters):
             return ""
-        here = self._parameters | self._in_no_bucket
-        held = [here[name].detach() for name in self.own_masters]
+        held = [self._watched[name].detach() for name in self.own_masters]
         lines = [digest_of_values(each) for each in held if is_on_host(each)]
         # A device adds up bits faster than values leave it.
         if sums := [bits_in(each.reshape(-1)).sum() for each in held if not is_on_host(each)]:

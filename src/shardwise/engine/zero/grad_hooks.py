@@ -75,7 +75,7 @@ class _Giving:
 
 
 _TAKEN: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
-"""By the id of a parameter who takes its gradients, and holds it: an id is of no other one as long as that lives."""
+"""The id of a parameter -> who takes its gradients. A collector holds its parameters: nothing else gets their ids."""
 
 
 def taken_by(collector: Collector, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

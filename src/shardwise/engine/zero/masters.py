@@ -73,7 +73,7 @@ class MasterMemory:
         p.mul_(2), an optimizer              the count of writes that torch keeps, which masters share
         p.data, torch._foreach_*_, DLPack    the reach for the memory, as a master announces it (`is_reached`)
         p.detach().numpy()[0] = 1            a digest of all values before the first touch in this interval
-        by a view that somebody kept         what they hold at a time that is known, where code of the user had one once
+        by a view that was kept for long     their values when the engine wrote them last; read if code had a master
 
     Digests are of memory of the host: no device is waited for.
     """
@@ -83,7 +83,7 @@ class MasterMemory:
         self._master = master
         self._version = 0
         self._known: Content | None = None
-        """As it was known last."""
+        """What it held when the engine wrote it last."""
         self._touched: str | None = None
         """A digest of it before the first touch since."""
         self.is_reached = False

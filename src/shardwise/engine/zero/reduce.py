@@ -163,7 +163,7 @@ class GradReduce(Passes):
             self._most_flights = len(layout.ownership.buckets) if sums_of(owners) is None else 1
         self._trained = ALL
         self._unused: set[str] = set()
-        """Parameters that no rank used in the last update, alike on all ranks."""
+        """Parameters that no rank used in the last update: the same on all ranks."""
         self._place: dict[int, int] = {}
         """Buckets in the order in which their first backward on the first rank completed them, then the others."""
         self._completed: list[int] = []

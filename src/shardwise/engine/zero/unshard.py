@@ -431,7 +431,10 @@ class Unshard(Passes):
             self._exchange(json.dumps([what, phase, unit.number]).encode())
 
     def _exchange(self, value: bytes) -> list[_Announcement | None]:
-        """Every rank's answer; those who say something say the same. Raises CallMismatchError, alike on all ranks."""
+        """What each rank announces; None for a rank that follows.
+
+        Raises CallMismatchError, the same on all ranks, where two announce unlike things.
+        """
         self._counters.exchanges += 1
         purpose = "the next step of a microbatch that not all ranks compute"
         said = understood(self._owners.exchange(value, purpose=purpose), self._announced_in, purpose=purpose)
@@ -443,7 +446,7 @@ class Unshard(Passes):
     def _announced_in(self, answer: bytes) -> _Announcement | None:
         if not answer:
             return None
-        # Said for each unit of each forward, in the same words: read once.
+        # Each forward announces the same units again, in the same bytes: they are read once.
         if (known := self._announced.get(answer)) is None:
             what, phase, number = known = json_as(tuple[str, str, int])(answer)
             if what not in _ANNOUNCED or number < -1 or (what != _DONE and not 0 <= number < len(self.units)):

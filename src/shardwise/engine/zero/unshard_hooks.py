@@ -53,8 +53,8 @@ class UnshardHook(Layer):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Shapes are inferred by running modules with other tensors in the place of their parameters. Those have no
-        # values, and not all data ranks need run the module then: nothing may be gathered.
+        # Shapes are inferred by running modules with other tensors instead of their parameters. Those have no values,
+        # and not all data ranks need run the module then: nothing may be gathered.
         held = self._holder._parameters.get(self._attribute)
         if held is not self._parameter and not (held is not None and shares_memory(held, self._parameter)):
             return self.forward(*args, **kwargs)

@@ -76,7 +76,8 @@ def notes_file(folder: FilePath, step: int, rank: int) -> FilePath:
 def run_layout(program: Program, channel: Channel, folder: FilePath) -> None:
     """Train under the plan, on this rank. All ranks of `channel` call it, with a folder that all see."""
     model = program.build()
-    shares = [program.share(batch, channel.rank) for batch in program.batches]
+    data_rank = program.plan.mesh.data_rank(channel.rank)
+    shares = [program.share(batch, data_rank) for batch in program.batches]
     noted, turns = NotedLosses(), program.turns_of(model)
     # What the proof of tensor.rules would refuse is what is to be found and named here, and its calls are no step's.
     plan = replace(program.plan, tensor=replace(program.plan.tensor, prove=False))

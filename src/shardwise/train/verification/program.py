@@ -19,7 +19,16 @@ from shardwise.comm import Channel
 from shardwise.data import DataPlace, first_batches
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.forward.batch_rows import BatchRows, RowDims
-from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight, count_rows, rows_of, split_batch
+from shardwise.engine.forward.batches import (
+    Batch,
+    LossFunction,
+    LossWeight,
+    count_rows,
+    moved_to,
+    rows_of,
+    split_batch,
+    with_tensors,
+)
 from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import BatchError, ModelError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
@@ -70,13 +79,18 @@ class Program:
             plan,
             optimizer=self.optimizer_of(model),
             loss=noted.of(self.loss_of(model)),
-            loss_weight=self.loss_weight,
+            loss_weight=self._weighs_on_host(),
             channel=channel,
             seed=self.seed,
             sample=sample,
             rows=self.row_dims,
             groups=self.groups,
         )
+
+    def _weighs_on_host(self) -> LossWeight | None:
+        # The host has to know what has no weight: an engine computes nothing of it, and numbers the others.
+        weight, host = self.loss_weight, torch.device("cpu")
+        return None if weight is None else lambda microbatch: weight(moved_to(microbatch, host))
 
     @property
     def rows(self) -> BatchRows:
@@ -149,11 +163,11 @@ class Program:
                     f"give a multiple of {self.num_microbatches}"
                 )
 
-    def share(self, batch: Batch, rank: int) -> dict[str, Any]:
-        """The rows of a batch that a rank sees."""
+    def share(self, batch: Batch, data_rank: int) -> dict[str, Any]:
+        """The rows of a batch that a data rank sees, with tensors for arrays."""
         num_rows = count_rows(batch, self.rows) // self.num_data_ranks
-        start = self.plan.mesh.data_rank(rank) * num_rows
-        share: dict[str, Any] = rows_of(batch, range(start, start + num_rows), self.rows)
+        start = data_rank * num_rows
+        share: dict[str, Any] = with_tensors(rows_of(batch, range(start, start + num_rows), self.rows))
         return share
 
     def as_ranks_have_it(self, batch: Batch, device: torch.device) -> Any:
@@ -161,9 +175,8 @@ class Program:
         # Kernels round by the alignment of what they read, and a device gets a copy of each share.
         if device.type == "cpu":
             return batch
-        mesh = self.plan.mesh
-        shares = {mesh.data_rank(rank): self.share(batch, rank) for rank in range(mesh.size)}
-        parts = (split_batch(shares[each], self.plan.merge.microbatches, device, self.rows) for each in sorted(shares))
+        shares = (self.share(batch, each) for each in range(self.num_data_ranks))
+        parts = (split_batch(each, self.plan.merge.microbatches, device, self.rows) for each in shares)
         return [*chain.from_iterable(parts)]
 
     def build(self) -> nn.Module:

@@ -50,7 +50,7 @@ def verify(
 ) -> VerificationReport:
     """Train under `plan`, one update per batch, and compare every update with one process.
 
-    make_model: gives the model, alike each time; called on every rank and for the one process, after
+    make_model: gives the same model each time; called on every rank and for the one process, after
         `torch.manual_seed(seed)`.
     batches: the rows of all data ranks together; each is cut into `plan.merge.microbatches` per data rank.
     optimizer: a function of the list of the model's parameters; also `loss`, `loss_weight`: as for `parallelize`.
@@ -61,7 +61,7 @@ def verify(
         them see it. None: among temporary files, for ranks of one host.
     timeout_seconds: how long a simulated rank may compute while others wait.
 
-    Raises what parallelize and step raise, and BatchError for rows that cannot be cut alike.
+    Raises what parallelize and step raise, and BatchError for rows that make no equal microbatches.
     """
     program = Program(
         make_model=make_model,
