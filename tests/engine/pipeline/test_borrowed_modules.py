@@ -120,6 +120,24 @@ def test_a_module_of_another_stage_that_is_known_is_refused_on_all_ranks(
         assert "lace both" in found[-1]
 
 
+def keep_first(net: Any) -> None:
+    net.one.kept = [net.a]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_buffers_that_a_module_of_its_stage_has_written_to_cross_anew(is_given: bool) -> None:
+    def normed(net: Any, x: torch.Tensor) -> Any:
+        h = net.first(x)
+        for _ in range(3):
+            h = net.one(h, *([net.a] if is_given else []))
+            h = net.two(h) + net.a.running_mean
+        return net.last(h)
+
+    parts: dict[str, Any] = {"first": linear(5, 7), "one": BORROWER, "a": lambda: nn.BatchNorm1d(7), "b": nn.ReLU}
+    make = seeded(formed(normed, keep_first, **parts, two=linear(7, 7), last=linear(7, 3)))
+    assert trained(2, make) == trained(1, make) * 2
+
+
 def counting(net: Any) -> None:
     net.seen = []
     for each in (net.a, net.a.block, net.b.block.inner):

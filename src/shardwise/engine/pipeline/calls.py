@@ -18,7 +18,7 @@ In-place writes, in `_account_for_writes` (all ranks decide the same, from the e
     to a value on its own stage          counted; its copies on other stages are behind and cross anew when used
     to a copy on the call's stage        the program's object is that copy from now on; views on the old stage are stale
     to a tensor that all ranks have      it stands for a value of the stage; views of it taken before are refused
-    by a module to its own buffers       copies of these on other stages are behind
+    by a module to buffers of its stage  copies of these on other stages are behind
     to what another stage's module keeps, or a buffer of a module of all ranks       refused
 """
 
@@ -180,7 +180,7 @@ class Executor:
                 return self._finish(begun, entry, here)
         self.inference.num_replayed += 1
         if entry.writes_kept and isinstance(call, PlacedModule):
-            flow.touch(f"{call.name}.")
+            flow.touch(call.name, begun.stage)
         (answer,) = put_in(entry.skeleton[:1], _wrap(begun, entry, made))
         return answer
 
@@ -495,7 +495,7 @@ def _account_for_writes(begun: _Begun, entry: CallOutcome) -> None:
     """Account for writes in place to inputs, and to the parameters and buffers of a module."""
     flow, call, moved = begun.flow, begun.call, begun.moved
     if entry.writes_kept and isinstance(call, PlacedModule):
-        flow.touch(f"{call.name}.")
+        flow.touch(call.name, begun.stage)
     for at, spec in entry.written:
         tensor = begun.given.tensors[at]
         if not isinstance(tensor, StageTensor):
