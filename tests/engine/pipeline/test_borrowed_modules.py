@@ -120,6 +120,13 @@ def test_a_module_of_another_stage_that_is_known_is_refused_on_all_ranks(
         assert "lace both" in found[-1]
 
 
+def test_a_parameter_of_a_module_without_a_stage_comes_along_with_it() -> None:
+    scaled = formed(lambda net, x: net.block(x) * net.scale, block=Block, scale=lambda: nn.Parameter(torch.ones(7)))
+    make = net_of(given_whole, lambda net: net.__setattr__("a", scaled()))
+    stages = {"a.block": 0, "a.scale": 1, "b": 0}
+    assert trained(2, make, stages) == trained(1, make) * 2
+
+
 def keep_first(net: Any) -> None:
     net.one.kept = [net.a]
 
