@@ -17,7 +17,7 @@ import functools
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType, NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -178,22 +178,15 @@ class Arguments:
         """Lists, dicts and the like that a module may write to, as the program has them, each once."""
         return [] if self._seen is None else self._seen.made
 
-    def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> "FilledArguments":
-        """The arguments with these tensors and objects."""
+    def filled(
+        self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """The arguments with these tensors and objects, and a module's containers in the order of `containers`."""
         # A module gets containers of its own: real tensors stand in them for values.
-        seen = SeenContainers() if self._call.is_user_code else None
+        seen = SeenContainers() if self._call.is_user_code and self._seen is not None else None
         args = put_in(self._args, tensors, objects, seen=seen)
         named = dict(zip(self._names, put_in(self._values, tensors, objects, seen=seen), strict=True))
-        return FilledArguments(tuple(args), named, [] if seen is None else seen.made)
-
-
-class FilledArguments(NamedTuple):
-    """The arguments that a call is executed with, or tried."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    containers: list[Any]
-    """Those of a module, in the order of `Arguments.containers`."""
+        return tuple(args), named, [] if seen is None else seen.made
 
 
 def put_in(
