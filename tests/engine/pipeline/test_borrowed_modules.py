@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.engine.formed import formed, linear
+from tests.engine.formed import formed, linear, several
 from tests.oracle.pipeline_programs import Block, square, vectors
 from tests.oracle.program import adamw, seeded
 
@@ -103,6 +103,30 @@ def trained(
 def test_a_module_that_is_given_runs_in_the_one_that_gets_it(way: Way, stages: dict[str, int], chunks: int) -> None:
     make = net_of(way)
     assert trained(2, make, stages, chunks=chunks) == trained(1, make) * 2
+
+
+def test_layers_that_get_the_same_module_are_tried_once() -> None:
+    def layered(net: Any, x: torch.Tensor) -> Any:
+        h = net.first(x)
+        for layer in net.layers:
+            h = layer(h, net.a)
+        return net.last(h)
+
+    def run(channel: sw.Channel) -> int:
+        calls: list[int] = []
+
+        def counted(net: Any, x: torch.Tensor, other: Any) -> Any:
+            calls.append(1)
+            return borrowing(net, x, other)
+
+        layers = several(formed(counted, block=Block), 6)
+        net = seeded(formed(layered, first=linear(5, 7), a=linear(7, 7), layers=layers, last=linear(7, 3)))()
+        stages = {"first": 0, "a": 0, **{f"layers.{at}": 1 for at in range(6)}, "last": 1}
+        plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages=stages))
+        sw.parallelize(net, plan, optimizer=adamw, loss=square, channel=channel).step(vectors(0))
+        return len(calls)
+
+    assert sw.simulate(2, run) == [1, 1 + 6]
 
 
 @pytest.mark.parametrize("keep", [keep_whole, keep_parts])

@@ -358,10 +358,14 @@ class PlacedModule(OfEngine):
         with fakes.inside([self.module, *self.inner, *lent]), _recording([*self.inner, *lent]) as records:
             return self._try(args, kwargs), tuple(records)
 
-    def run_inside(self, fakes: Fakes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it inside of another call; `fakes`: try it, as that one is tried."""
+    def run_inside(
+        self, fakes: Fakes | None, args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[nn.Module]
+    ) -> Any:
+        """Execute it inside of another call, which was lent modules; `fakes`: try it, as that one is tried."""
         if fakes is None:
             return self.forward(*args, **kwargs)
+        if self.module in lent:  # it is fake already, and other layers that get it may have the same key
+            return self._try(args, kwargs)
         fakes.meet_another()
         with fakes.inside([self.module, *self.inner]):
             return self._try(args, kwargs)
