@@ -66,7 +66,7 @@ class Arguments:
         self._seen: SeenContainers | None = None  # most calls have none
         self._modules: list[nn.Module] = []
         self.lent: list[nn.Module] = []
-        """Modules among them, and all inside of those, which are no parts of the called one, nor around it."""
+        """The modules among them, with all inside of those; not the called one, what is inside of it, or around it."""
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._tokens: list[Any] = [call.key(), around_of(flow.device.type), len(args)]
         self._args, self._names = self._read(args), tuple(kwargs)
@@ -157,7 +157,7 @@ class Arguments:
         places = [(vars(module), key) for module, key in self._call.values_set()]
         if self._modules:
             own = {self._call.module, *self._call.inner}
-            # Not of one that the called module is a part of: the whole model, say, would come along.
+            # A given module may hold the called one, as the whole model does. It does not come along.
             given = [inner for each in self._modules if self._call.module not in (inner := list(each.modules()))]
             self.lent += dict.fromkeys(each for inner in given for each in inner if each not in own)
             self._tokens.append(modes_of(self.lent))

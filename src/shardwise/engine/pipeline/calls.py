@@ -76,7 +76,7 @@ class _Begun(NamedTuple):
 
     @property
     def inside(self) -> Inside:
-        """What is executed belongs to this."""
+        """Where it is executed."""
         return Inside(self.stage, self.given.lent)
 
 
@@ -290,7 +290,7 @@ class Executor:
         """The result as the program gets it, after hooks inside the module have been called."""
         call, given = begun.call, begun.given
         # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
-        # What comes again is the same again, and one that was given is the program's own.
+        # A container that comes again is the same again, and one that was given is the program's own.
         seen = SeenContainers(given.containers)
         if result is None:
             answer, records, writes = filled(entry.skeleton, wrapped, given.objects, fresh=True, seen=seen)
