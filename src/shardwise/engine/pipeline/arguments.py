@@ -161,10 +161,10 @@ class Arguments:
             given = [inner for each in self._modules if self._call.module not in (inner := list(each.modules()))]
             self.lent += dict.fromkeys(each for inner in given for each in inner if each not in own)
             self._tokens.append(modes_of(self.lent))
-        of_stage = self._flow.stages.stage_in
-        for each in self.lent:
-            for kept in (each._parameters, each._buffers):
-                places += [(kept, key) for key, held in kept.items() if of_stage(each, held) not in (None, stage)]
+            of_stage = self._flow.stages.stage_in
+            for each in self.lent:
+                for kept in (each._parameters, each._buffers):
+                    places += [(kept, key) for key, held in kept.items() if of_stage(each, held) not in (None, stage)]
         for kept, key in places:
             self.is_plain = False
             self._lent.append((kept, key, self._take(kept[key]).number))

@@ -22,6 +22,7 @@ In-place writes, in `_account_for_writes` (all ranks decide the same, from the e
     to what another stage's module keeps, or a buffer of a module of all ranks       refused
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class Inside(NamedTuple):
     """With which it is tried; None: it is executed."""
 
 
+_inside = functools.cache(Inside)
+
+
 class _Begun(NamedTuple):
     """A call that all ranks have counted, and whose inputs have come to its stage."""
 
@@ -77,7 +81,7 @@ class _Begun(NamedTuple):
     @property
     def inside(self) -> Inside:
         """Where it is executed."""
-        return Inside(self.stage, self.given.lent)
+        return Inside(self.stage, self.given.lent) if self.given.lent else _inside(self.stage)
 
 
 class _Here(NamedTuple):
