@@ -43,8 +43,8 @@ class SeenContainers:
     """
 
     def __init__(self, known: Iterable[Any] = (), *, gives_slots: bool = False) -> None:
-        """known: containers that come before all others, and give themselves. gives_slots: those that come again give
-        slots."""
+        """known: containers that come before all others, and give themselves. gives_slots: a container that comes again
+        gives a slot."""
         self.made: list[Any] = []
         self._gives_slots = gives_slots
         self._numbers: dict[int, tuple[int, Any]] = {}

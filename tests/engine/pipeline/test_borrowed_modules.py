@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.engine.formed import formed, linear
+from tests.engine.formed import formed, linear, several
 from tests.oracle.pipeline_programs import Block, square, vectors
 from tests.oracle.program import adamw, seeded
 
@@ -105,6 +105,30 @@ def test_a_module_that_is_given_runs_in_the_one_that_gets_it(way: Way, stages: d
     assert trained(2, make, stages, chunks=chunks) == trained(1, make) * 2
 
 
+def test_layers_that_get_the_same_module_are_tried_once() -> None:
+    def layered(net: Any, x: torch.Tensor) -> Any:
+        h = net.first(x)
+        for layer in net.layers:
+            h = layer(h, net.a)
+        return net.last(h)
+
+    def run(channel: sw.Channel) -> int:
+        calls: list[int] = []
+
+        def counted(net: Any, x: torch.Tensor, other: Any) -> Any:
+            calls.append(1)
+            return borrowing(net, x, other)
+
+        layers = several(formed(counted, block=Block), 6)
+        net = seeded(formed(layered, first=linear(5, 7), a=linear(7, 7), layers=layers, last=linear(7, 3)))()
+        stages = {"first": 0, "a": 0, **{f"layers.{at}": 1 for at in range(6)}, "last": 1}
+        plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages=stages))
+        sw.parallelize(net, plan, optimizer=adamw, loss=square, channel=channel).step(vectors(0))
+        return len(calls)
+
+    assert sw.simulate(2, run) == [1, 1 + 6]
+
+
 @pytest.mark.parametrize("keep", [keep_whole, keep_parts])
 def test_a_module_that_is_known_runs_on_its_own_stage(keep: Callable[[Any], object]) -> None:
     make = net_of(known, keep)
@@ -118,6 +142,31 @@ def test_a_module_of_another_stage_that_is_known_is_refused_on_all_ranks(
 ) -> None:
     for found in trained(2, net_of(known, keep), stages):
         assert "lace both" in found[-1]
+
+
+def test_a_parameter_of_a_module_without_a_stage_comes_along_with_it() -> None:
+    scaled = formed(lambda net, x: net.block(x) * net.scale, block=Block, scale=lambda: nn.Parameter(torch.ones(7)))
+    make = net_of(given_whole, lambda net: net.__setattr__("a", scaled()))
+    stages = {"a.block": 0, "a.scale": 1, "b": 0}
+    assert trained(2, make, stages) == trained(1, make) * 2
+
+
+def keep_first(net: Any) -> None:
+    net.one.kept = [net.a]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_buffers_that_a_module_of_its_stage_has_written_to_cross_anew(is_given: bool) -> None:
+    def normed(net: Any, x: torch.Tensor) -> Any:
+        h = net.first(x)
+        for _ in range(3):
+            h = net.one(h, *([net.a] if is_given else []))
+            h = net.two(h) + net.a.running_mean
+        return net.last(h)
+
+    parts: dict[str, Any] = {"first": linear(5, 7), "one": BORROWER, "a": lambda: nn.BatchNorm1d(7), "b": nn.ReLU}
+    make = seeded(formed(normed, keep_first, **parts, two=linear(7, 7), last=linear(7, 3)))
+    assert trained(2, make) == trained(1, make) * 2
 
 
 def counting(net: Any) -> None:

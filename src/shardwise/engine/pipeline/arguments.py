@@ -17,7 +17,7 @@ import functools
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType, NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class Arguments:
         self._seen: SeenContainers | None = None  # most calls have none
         self._modules: list[nn.Module] = []
         self.lent: list[nn.Module] = []
-        """Modules among them, and all inside of those, which are no parts of the called one, nor around it."""
+        """The modules among them, with all inside of those; not the called one, what is inside of it, or around it."""
         self._lent: list[tuple[dict[str, Any], str, int]] = []
         self._tokens: list[Any] = [call.key(), around_of(flow.device.type), len(args)]
         self._args, self._names = self._read(args), tuple(kwargs)
@@ -157,14 +157,14 @@ class Arguments:
         places = [(vars(module), key) for module, key in self._call.values_set()]
         if self._modules:
             own = {self._call.module, *self._call.inner}
-            # Not of one that the called module is a part of: the whole model, say, would come along.
+            # A given module may hold the called one, as the whole model does. It does not come along.
             given = [inner for each in self._modules if self._call.module not in (inner := list(each.modules()))]
             self.lent += dict.fromkeys(each for inner in given for each in inner if each not in own)
             self._tokens.append(modes_of(self.lent))
-        for each in self.lent:
-            if self._flow.stages.modules.get(each) not in (None, stage):
-                held = (each._parameters, each._buffers)
-                places += [(kept, key) for kept in held for key, tensor in kept.items() if tensor is not None]
+            of_stage = self._flow.stages.stage_in
+            for each in self.lent:
+                for kept in (each._parameters, each._buffers):
+                    places += [(kept, key) for key, held in kept.items() if of_stage(each, held) not in (None, stage)]
         for kept, key in places:
             self.is_plain = False
             self._lent.append((kept, key, self._take(kept[key]).number))
@@ -178,22 +178,15 @@ class Arguments:
         """Lists, dicts and the like that a module may write to, as the program has them, each once."""
         return [] if self._seen is None else self._seen.made
 
-    def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> "FilledArguments":
-        """The arguments with these tensors and objects."""
+    def filled(
+        self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """The arguments with these tensors and objects, and a module's containers in the order of `containers`."""
         # A module gets containers of its own: real tensors stand in them for values.
-        seen = SeenContainers() if self._call.is_user_code else None
+        seen = SeenContainers() if self._call.is_user_code and self._seen is not None else None
         args = put_in(self._args, tensors, objects, seen=seen)
         named = dict(zip(self._names, put_in(self._values, tensors, objects, seen=seen), strict=True))
-        return FilledArguments(tuple(args), named, [] if seen is None else seen.made)
-
-
-class FilledArguments(NamedTuple):
-    """The arguments that a call is executed with, or tried."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    containers: list[Any]
-    """Those of a module, in the order of `Arguments.containers`."""
+        return tuple(args), named, [] if seen is None else seen.made
 
 
 def put_in(

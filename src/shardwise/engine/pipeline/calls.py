@@ -18,10 +18,11 @@ In-place writes, in `_account_for_writes` (all ranks decide the same, from the e
     to a value on its own stage          counted; its copies on other stages are behind and cross anew when used
     to a copy on the call's stage        the program's object is that copy from now on; views on the old stage are stale
     to a tensor that all ranks have      it stands for a value of the stage; views of it taken before are refused
-    by a module to its own buffers       copies of these on other stages are behind
+    by a module to buffers of its stage  copies of these on other stages are behind
     to what another stage's module keeps, or a buffer of a module of all ranks       refused
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class Inside(NamedTuple):
     """With which it is tried; None: it is executed."""
 
 
+_inside = functools.cache(Inside)
+
+
 class _Begun(NamedTuple):
     """A call that all ranks have counted, and whose inputs have come to its stage."""
 
@@ -76,8 +80,8 @@ class _Begun(NamedTuple):
 
     @property
     def inside(self) -> Inside:
-        """What is executed belongs to this."""
-        return Inside(self.stage, self.given.lent)
+        """Where it is executed."""
+        return Inside(self.stage, self.given.lent) if self.given.lent else _inside(self.stage)
 
 
 class _Here(NamedTuple):
@@ -180,7 +184,7 @@ class Executor:
                 return self._finish(begun, entry, here)
         self.inference.num_replayed += 1
         if entry.writes_kept and isinstance(call, PlacedModule):
-            flow.touch(f"{call.name}.")
+            flow.touch(call.name, begun.stage)
         (answer,) = put_in(entry.skeleton[:1], _wrap(begun, entry, made))
         return answer
 
@@ -290,7 +294,7 @@ class Executor:
         """The result as the program gets it, after hooks inside the module have been called."""
         call, given = begun.call, begun.given
         # The owner keeps the containers that its module made; other ranks build equal ones from the entry.
-        # What comes again is the same again, and one that was given is the program's own.
+        # A container that comes again is the same again, and one that was given is the program's own.
         seen = SeenContainers(given.containers)
         if result is None:
             answer, records, writes = filled(entry.skeleton, wrapped, given.objects, fresh=True, seen=seen)
@@ -495,7 +499,7 @@ def _account_for_writes(begun: _Begun, entry: CallOutcome) -> None:
     """Account for writes in place to inputs, and to the parameters and buffers of a module."""
     flow, call, moved = begun.flow, begun.call, begun.moved
     if entry.writes_kept and isinstance(call, PlacedModule):
-        flow.touch(f"{call.name}.")
+        flow.touch(call.name, begun.stage)
     for at, spec in entry.written:
         tensor = begun.given.tensors[at]
         if not isinstance(tensor, StageTensor):

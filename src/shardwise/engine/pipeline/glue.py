@@ -239,7 +239,7 @@ class Glue(TorchFunctionMode):
         flow = self.flow
         # Inside a placed module all tensors are real, for its arguments were exchanged for them. A value that is
         # still found there came in inside an object of an unknown class.
-        if flow is None or self.is_inside:
+        if flow is None or self.inside is not None:
             if _holds_stage_tensor(args) or _holds_stage_tensor(kwargs):
                 self._refuse_inside(func)
             return func(*args, **kwargs)
@@ -279,7 +279,7 @@ class Glue(TorchFunctionMode):
         if self.inside is not None:
             # The stage decides, not the rank that has it: all ranks try the call, and have to see the same.
             if unit.stage == self.inside.stage or unit.module in self.inside.lent:
-                return unit.run_inside(self.inside.fakes, args, kwargs)
+                return unit.run_inside(self.inside.fakes, args, kwargs, self.inside.lent)
             raise ModelError(
                 f"{unit.name!r}, on stage {unit.stage}, is called inside a module of another stage, after "
                 f"{flow.last!r}; place both on one stage"

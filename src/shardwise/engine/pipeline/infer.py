@@ -59,8 +59,8 @@ class CallOutcome:
     """The outcome of the calls of one key."""
 
     skeleton: Any
-    """The result, the records of inner hooks and the writes to containers, with slots in the place of tensors, objects
-    and containers that come again."""
+    """The result, the records of inner hooks and the writes to containers. Slots stand for tensors, objects, and
+    containers that come again."""
     outputs: tuple[OutcomeTensor, ...]
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and their descriptions afterwards."""
@@ -88,7 +88,7 @@ class Writes:
         self._objects = [(each, _tensors_of(each), _items_of(each)) for each in objects if call.is_user_code]
 
     def result(self, answer: Any, records: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """The answer, the records and the writes of the call; containers that come again have slots in their places."""
+        """The answer, the records and the writes of the call. Slots stand for containers that come again."""
         seen = SeenContainers(self._containers, gives_slots=True)
         found: tuple[Any, Any, Any] = transform((answer, records, self._found()), lambda leaf: leaf, seen=seen)
         return found
@@ -126,7 +126,7 @@ def _tensors_of(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _items_of(value: Any) -> list[Any]:
-    """Of collections that are no containers, which other ranks would not see change."""
+    """The items of a deque or a set. These are no containers: other ranks would not see them change."""
     return list(value) if isinstance(value, deque | MutableSet) else []
 
 
@@ -171,7 +171,7 @@ class Inference:
         return self._known.get(given.key)
 
     def try_out(self, call: StagedCall, given: Arguments, stage: int) -> Known:
-        """Try a call. Raises ModelError, alike on all ranks, for what it may not do on its stage."""
+        """Try a call. Raises ModelError for what it may not do on its stage: every rank raises the same."""
         self.num_tried += 1
         known = Known.of(None if given.has_opaque else self._try(call, given, stage, None), call)
         given.key = (call.key(), *given.key[1:])  # by now it may be one of its own
@@ -179,7 +179,7 @@ class Inference:
 
     def learn(self, given: Arguments, known: Known) -> None:
         """Remember what was tried, or what the owner announced."""
-        if len(self._known) >= _MAX_KNOWN:  # alike on all ranks, which see the same keys
+        if len(self._known) >= _MAX_KNOWN:  # all ranks do so at the same call: they see the same keys
             self._known.clear()
         self._known[given.key] = known
 
@@ -192,7 +192,7 @@ class Inference:
         return self.fakes.hollow(spec)
 
     def _try(self, call: StagedCall, given: Arguments, stage: int, objects: Sequence[Any] | None) -> CallOutcome | None:
-        """`objects`: in the place of those among the inputs; None: copies of them."""
+        """`objects`: the call gets these for those among its inputs; None: it gets copies."""
         watched: Sequence[Any] = ()
         # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
         # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.

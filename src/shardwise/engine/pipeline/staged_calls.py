@@ -95,9 +95,9 @@ class Trial(TorchDispatchMode):
         self._stages: Mapping[int, Collection[int]] | None = None
 
     def _alike(self, leaf: Any) -> Any:
-        """The same on all ranks: for a parameter or buffer of a module that the call knows by itself, a fake one.
+        """What an operation gets: a fake for a parameter or buffer of a module that the call knows by itself.
 
-        Ranks of other stages have it without memory.
+        Ranks of other stages have no memory for it. With a fake, all ranks see the same.
         """
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
@@ -249,7 +249,7 @@ class StagedOperation:
         return self.function
 
     def keep_apart(self) -> None:
-        """Let no other call have its key: none has."""
+        """Share no key with other calls: an operation shares none."""
 
     def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute it: the result."""
@@ -320,7 +320,7 @@ class PlacedModule(OfEngine):
         return self._key
 
     def keep_apart(self) -> None:
-        """It computes with other modules that it knows by itself: layers that look like it may know other ones."""
+        """Share no key with layers that look like it. It knows other modules by itself, and they may know others."""
         self._is_like_others, self._state = False, []
 
     def values_set(self) -> list[tuple[nn.Module, str]]:
@@ -358,10 +358,14 @@ class PlacedModule(OfEngine):
         with fakes.inside([self.module, *self.inner, *lent]), _recording([*self.inner, *lent]) as records:
             return self._try(args, kwargs), tuple(records)
 
-    def run_inside(self, fakes: Fakes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute it inside of another call; `fakes`: try it, as that one is tried."""
+    def run_inside(
+        self, fakes: Fakes | None, args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[nn.Module]
+    ) -> Any:
+        """Execute it inside of another call, which was lent modules; `fakes`: try it, as that one is tried."""
         if fakes is None:
             return self.forward(*args, **kwargs)
+        if self.module in lent:  # it is fake already, and other layers that get it may have the same key
+            return self._try(args, kwargs)
         fakes.meet_another()
         with fakes.inside([self.module, *self.inner]):
             return self._try(args, kwargs)
@@ -374,8 +378,8 @@ class PlacedModule(OfEngine):
             return (self.forward if eager is None else eager)(*args, **kwargs)
 
     def call_noted_hooks(self, records: Sequence[Any], answer: Any, lent: Sequence[nn.Module]) -> nn.Module | None:
-        """Call the hooks that were noted, in order; a module whose hook changes what the rest of the module has
-        computed with, if there is one. answer: what the module gave, which hooks may write to."""
+        """Call the hooks that were noted, in order. Returns the first module whose hook changes what the called module
+        has computed with, or None. answer: what that gave; hooks may write to it."""
         modules = [*self.inner, *lent]
         given = {each.value.memory for each in _staged(answer)}
         for at, position, args, kwargs, output in records:
@@ -437,7 +441,7 @@ def _recorder(records: list[Any], at: int, position: int, hook: object) -> Calla
         *kwargs, output = more
         records.append((at, position, args, kwargs[0] if kwargs else None, output))
 
-    note.__module__ = package_of(hook)  # it stands for it: a proof, which hooks do not see, leaves both out
+    note.__module__ = package_of(hook)  # a proof, which hooks do not see, leaves out the hook and this
     return note
 
 

@@ -96,6 +96,13 @@ class Stages:
         """Stage and name of a parameter; None for one that is not the model's."""
         return self._parameters.get(id(parameter))
 
+    def stage_in(self, module: nn.Module, held: torch.Tensor | None) -> int | None:
+        """The stage of a parameter or buffer that a module holds; None where all ranks have it."""
+        if held is None:
+            return None
+        place = self._parameters.get(id(held))
+        return self.modules.get(module, None if place is None else place[0])
+
     def placed_buffers(self) -> list[tuple[torch.Tensor, int, str]]:
         """The buffers of placed modules, as they are now."""
         found = ((each._buffers.get(key), stage, name) for each, key, stage, name in self._buffers)

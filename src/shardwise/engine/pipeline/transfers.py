@@ -239,11 +239,17 @@ class MicrobatchFlow:
             )
         return leaf
 
-    def touch(self, prefix: str) -> None:
-        """A module wrote to its parameters or buffers: copies of them on other stages are out of date."""
-        for _, made in self._held.values():
-            if made.value.is_kept and made.value.maker.startswith(prefix):
-                made.value.memory.num_writes += 1
+    def touch(self, name: str, stage: int) -> None:
+        """A module may have written to what it keeps: copies on other stages are out of date.
+
+        It may also have written to buffers of other modules of its stage, which it was given or knows by itself.
+        """
+        prefix = f"{name}."
+        for tensor, made in self._held.values():
+            value = made.value
+            may_be_written = value.maker.startswith(prefix) or not isinstance(tensor, nn.Parameter)
+            if value.is_kept and value.stage == stage and may_be_written:
+                value.memory.num_writes += 1
 
     def stands_for_value(self, leaf: torch.Tensor) -> bool:
         """Whether `adopted` gives a value of a stage."""
