@@ -163,8 +163,10 @@ class Arguments:
             self._tokens.append(modes_of(self.lent))
             of_stage = self._flow.stages.stage_in
             for each in self.lent:
-                for kept in (each._parameters, each._buffers):
-                    places += [(kept, key) for key, held in kept.items() if of_stage(each, held) not in (None, stage)]
+                for of_kind in (each._parameters, each._buffers):
+                    places += [
+                        (of_kind, key) for key, held in of_kind.items() if of_stage(each, held) not in (None, stage)
+                    ]
         for kept, key in places:
             self.is_plain = False
             self._lent.append((kept, key, self._take(kept[key]).number))
