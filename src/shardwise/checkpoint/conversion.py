@@ -16,7 +16,6 @@ from shardwise.checkpoint.averaged_weights import Weights, check_weights, with_a
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
-    FolderTarget,
     Progress,
     WrittenCopy,
     check_save,
@@ -25,8 +24,9 @@ from shardwise.checkpoint.destinations import (
     make_save,
     plan_folder,
 )
-from shardwise.checkpoint.foreign import read_foreign
-from shardwise.checkpoint.huggingface_files import (
+from shardwise.checkpoint.formats.registry import folder_planners, read_foreign
+from shardwise.checkpoint.likeness import Likeness
+from shardwise.checkpoint.model_files import (
     ConfigPath,
     as_extra,
     files_beside,
@@ -37,7 +37,6 @@ from shardwise.checkpoint.huggingface_files import (
     model_files,
     parsed_config,
 )
-from shardwise.checkpoint.likeness import Likeness
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.renamed_settings import with_vocabulary
@@ -58,7 +57,8 @@ from shardwise.rewrite.spelling import quoted
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
-Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from.
+Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from. Formats of other packages add
+their own: see `formats.registry`.
 """
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -245,8 +245,11 @@ def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Con
 
 def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
-    if to not in get_args(ConvertTarget):
-        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(ConvertTarget))}")
+    planners = folder_planners()
+    ours = [each for each in get_args(ConvertTarget) if each in ("pieces", "whole") or each in planners]
+    targets = [*ours, *(each for each in planners if each not in ours)]
+    if to not in targets:
+        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(targets)}")
 
 
 def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -> None:
@@ -414,7 +417,7 @@ class Conversion:
     def to_folder(
         self,
         destination: Address,
-        to: FolderTarget,
+        to: str,
         *,
         max_shard_bytes: int,
         certify: bool,
