@@ -40,7 +40,7 @@ class Target(click.Choice):  # type: ignore[type-arg]  # click 8.1 knows no para
 
             if value in folder_planners():
                 return str(value)
-        return super().convert(value, param, ctx)
+        return str(super().convert(value, param, ctx))
 
 
 @click.command("convert")

@@ -7,6 +7,9 @@ An archive is a zip file without compression. Where everything in it is follows 
 
 One file may have several archives, one behind the other, as `torch.distributed.checkpoint` has its tensors. All numbers
 are of 64 bits, in small archives too. The formats: torch/serialization.py, and APPNOTE.TXT of PKWARE on zip files.
+
+Not by `zipfile`, which knows where a part is once it has written those before. Here each has its place, and the file
+its size, before a byte is read. Nor does that write numbers of 64 bits everywhere, by which places follow from shapes.
 """
 
 import struct

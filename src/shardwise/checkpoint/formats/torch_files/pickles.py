@@ -1,8 +1,8 @@
 """Pickles as inert values: what a pickle describes, without importing, calling or making anything that it names.
 
-A pickle is a program for a stack machine (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes its
-instructions). This machine knows those that `pickle` and `torch.save` write. Where the program names a class or
-function, it gets a `Named`. Where it calls one, a `MadeObject` that says what was called with what.
+A pickle is a program for a stack machine. Python's `pickletools` decodes its instructions, and runs none. This machine
+knows those that `pickle` and `torch.save` write. Where the program names a class or function, it gets a `Named`. Where
+it calls one, a `MadeObject` that says what was called with what.
 
     program                stack behind it
     c torch, Size          Named(torch.Size)
@@ -15,8 +15,9 @@ a price, about the bytes of what it makes, and a pickle that costs much more tha
 of more than 60 bits are no keys: Python puts chosen ones of them into one slot of a dict.
 """
 
-import struct
-from collections.abc import Callable
+import io
+import pickletools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,22 +81,21 @@ def parse_first(data: bytes, allowed: Callable[[str, str], bool], *, start: int 
 
     Raises `CutShortError` when the bytes end before it does.
     """
-    machine = _Machine(data, allowed, start)
+    program = io.BytesIO(data)
+    program.seek(start)
     try:
-        return machine.run(), machine.at
+        return _Machine(allowed).run(program, len(data)), program.tell()
     # A damaged program fails anywhere in the machine: instructions check nothing
     # themselves, and all it may be is caught here. RecursionError: keys in keys.
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, RecursionError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = type(error).__name__
-        raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {machine.at:,} of it") from None
+        raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {program.tell():,} of it") from None
 
 
 class _Machine:
     """The stack machine. Methods after `run` are instructions; they raise anything at all on a damaged program."""
 
-    def __init__(self, data: bytes, allowed: Callable[[str, str], bool], start: int) -> None:
-        self.at = start
-        self._data = data
+    def __init__(self, allowed: Callable[[str, str], bool]) -> None:
         self._allowed = allowed
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
@@ -103,122 +103,74 @@ class _Machine:
         self._memo: list[Any] = []
         self._far_memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        """Execute up to STOP."""
-        data, size = self._data, len(self._data)
+    def run(self, program: io.BytesIO, size: int) -> Any:
+        """Execute up to STOP. size: of all bytes."""
         left = _FREE_BYTES + _BYTES_PER_BYTE * size
-        while True:
-            if self.at >= size:
-                raise CutShortError(f"it is no pickle, or a damaged one: it has no end in {size:,} bytes")
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
-                return self._stack.pop()
-            step = _STEPS[code]
+        while (code := program.read(1)) != b".":
+            step = _STEPS.get(code)
             if step is None:
+                at = program.tell() - len(code)
+                if not code:
+                    raise CutShortError(f"it is no pickle, or a damaged one: it has no end in {size:,} bytes")
                 raise CheckpointError(
-                    f"it has the instruction {code:#04x} at byte {self.at - 1:,}, which no checkpoint needs; nothing "
-                    "of it was run"
+                    f"it has the instruction {code[0]:#04x} at byte {at:,}, which no checkpoint needs; nothing of it "
+                    "was run"
                 )
-            instruction, price = step
+            read, price, instruction = step
             left -= price
             if left < 0:
                 raise CheckpointError(
                     f"it would make more than {_BYTES_PER_BYTE} times its own {size:,} bytes; that is no checkpoint"
                 )
-            instruction(self)
-
-    def _take(self, num_bytes: int) -> bytes:
-        start, self.at = self.at, self.at + num_bytes
-        # A slice past the end would be short without a word, and a number read from it wrong.
-        if self.at > len(self._data):
-            raise CutShortError(
-                f"it is no pickle, or a damaged one: at byte {start:,} it has {num_bytes:,} bytes more, which is "
-                f"beyond its {len(self._data):,}"
-            )
-        return self._data[start : self.at]
-
-    def _number(self, num_bytes: int) -> int:
-        return int.from_bytes(self._take(num_bytes), "little")
-
-    def _line(self) -> str:
-        # No name is longer: a search through all that follows, at each of many names, would take long.
-        end = self._data.find(b"\n", self.at, self.at + _MAX_LINE_BYTES)
-        if end < 0:
-            raise CutShortError(f"it is no pickle, or a damaged one: a name at byte {self.at:,} has no end")
-        line = self._data[self.at : end].decode()
-        self.at = end + 1
-        return line
+            try:
+                argument = None if read is None else read(program)
+            except ValueError as error:
+                at = program.tell()
+                raise CutShortError(f"it is no pickle, or a damaged one: at byte {at:,}, {error}") from None
+            instruction(self, argument)
+        return self._stack.pop()
 
     def _since_mark(self) -> list[Any]:
         # Each mark begins a stack of its own, so what was pushed since is that stack: no search for the mark.
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def skip(self, num_bytes: int) -> None:
-        self._take(num_bytes)
+    def nothing(self, _: Any) -> None:
+        """The number of the protocol says nothing about the value; frames are hints for readers of streams."""
 
-    def frame(self) -> None:
-        # Only looked at: a frame is a hint for readers of streams.
-        num_bytes = self._number(8)
-        if self.at + num_bytes > len(self._data):
-            raise CutShortError(
-                f"it is no pickle, or a damaged one: a frame of {num_bytes:,} bytes at byte {self.at:,} is beyond its "
-                f"{len(self._data):,}"
-            )
-
-    def push(self, value: object) -> None:
+    def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def number(self, num_bytes: int) -> None:
-        self._stack.append(self._number(num_bytes))
+    def text(self, value: str) -> None:
+        # Of Python 2, in whatever encoding: torch takes them as UTF-8.
+        self._stack.append(value.encode("latin1").decode("utf-8", "surrogatepass"))
 
-    def signed(self) -> None:
-        self._stack.append(struct.unpack("<i", self._take(4))[0])
-
-    def long(self, num_bytes: int) -> None:
-        self._stack.append(int.from_bytes(self._take(self._number(num_bytes)), "little", signed=True))
-
-    def real(self) -> None:
-        # Big-endian here, and nowhere else in a pickle.
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
-
-    def text(self, num_bytes: int) -> None:
-        self._stack.append(self._take(self._number(num_bytes)).decode("utf-8", "surrogatepass"))
-
-    def raw(self, num_bytes: int) -> None:
-        self._stack.append(self._take(self._number(num_bytes)))
-
-    def drop(self) -> None:
+    def drop(self, _: Any) -> None:
         self._stack.pop()
 
-    def twice(self) -> None:
+    def twice(self, _: Any) -> None:
         self._stack.append(self._stack[-1])
 
-    def mark(self) -> None:
+    def mark(self, _: Any) -> None:
         self._below.append(self._stack)
         self._stack = []
 
-    def empty(self, kind: type) -> None:
-        self._stack.append(kind())
+    def tuple_of(self, count: int) -> None:
+        items = [self._stack.pop() for _ in range(count)]
+        self._stack.append(tuple(reversed(items)))
 
-    def tuple_since_mark(self) -> None:
+    def tuple_since_mark(self, _: Any) -> None:
         items = self._since_mark()
         self._stack.append(tuple(items))
 
-    def tuple_of(self, num_items: int) -> None:
-        items = [self._stack.pop() for _ in range(num_items)]
-        self._stack.append(tuple(reversed(items)))
-
-    def frozen(self) -> None:
+    def frozen(self, _: Any) -> None:
         items = self._since_mark()
         self._stack.append(frozenset(_keys(items)))
 
-    def append(self) -> None:
-        value = self._stack.pop()
-        self._extend([value])
+    def append(self, _: Any) -> None:
+        self._extend([self._stack.pop()])
 
-    def extend(self) -> None:
+    def extend(self, _: Any) -> None:
         self._extend(self._since_mark())
 
     def _extend(self, values: list[Any]) -> None:
@@ -229,11 +181,11 @@ class _Machine:
         else:
             (target.elements if isinstance(target, MadeObject) else target).extend(values)
 
-    def put(self) -> None:
+    def put(self, _: Any) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._put([key, value])
 
-    def put_all(self) -> None:
+    def put_all(self, _: Any) -> None:
         self._put(self._since_mark())
 
     def _put(self, items: list[Any]) -> None:
@@ -245,15 +197,8 @@ class _Machine:
         else:
             raise TypeError
 
-    def named(self) -> None:
-        module = self._line()
-        self._name(module, self._line())
-
-    def named_on_stack(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._name(module, name)
-
-    def _name(self, module: object, name: object) -> None:
+    def name(self, named: tuple[Any, Any] | None) -> None:
+        name, module = (self._stack.pop(), self._stack.pop()) if named is None else named[::-1]
         if not (isinstance(module, str) and isinstance(name, str)):
             raise TypeError
         # Nothing would be run in any case. The refusal says early that this is no checkpoint, in place of odd values.
@@ -261,24 +206,23 @@ class _Machine:
             raise CheckpointError(f"it names {module}.{name}, which does not belong there; nothing of it was run")
         self._stack.append(Named(module, name))
 
-    def call(self) -> None:
+    def call(self, _: Any) -> None:
         args, of = self._stack.pop(), self._stack.pop()
         self._stack.append(MadeObject(of, args))
 
-    def call_with_keywords(self) -> None:
+    def call_with_keywords(self, _: Any) -> None:
         keywords, args, of = self._stack.pop(), self._stack.pop(), self._stack.pop()
         self._stack.append(MadeObject(of, (args, keywords)))
 
-    def build(self) -> None:
+    def build(self, _: Any) -> None:
         state = self._stack.pop()
         # AttributeError on anything but a MadeObject: plain values take no state.
         self._stack[-1].state = state
 
-    def persistent(self) -> None:
+    def persistent(self, _: Any) -> None:
         self._stack.append(Persistent(self._stack.pop()))
 
-    def remember(self, num_bytes: int) -> None:
-        at = self._number(num_bytes)
+    def remember(self, at: int) -> None:
         if at == len(self._memo):
             self._memo.append(self._stack[-1])
         elif at < len(self._memo):
@@ -286,18 +230,15 @@ class _Machine:
         else:
             self._far_memo[at] = self._stack[-1]
 
-    def remember_next(self) -> None:
+    def remember_next(self, _: Any) -> None:
         # As pickle numbers them: by how many there are.
         if self._far_memo:
             raise ValueError
         self._memo.append(self._stack[-1])
 
-    def recall(self, num_bytes: int) -> None:
-        at = self._number(num_bytes)
+    def recall(self, at: int) -> None:
         self._stack.append(self._memo[at] if at < len(self._memo) else self._far_memo[at])
 
-
-_STOP = ord(".")
 
 _PLAIN = (str, int, float, bool, bytes, type(None), MadeObject, Named)
 
@@ -318,70 +259,65 @@ def _check_key(*values: Any) -> None:
             raise TypeError
 
 
-_Instruction = Callable[[_Machine], None]
+def _names(program: io.BytesIO) -> tuple[str, str]:
+    """A module and a name in it. Not by pickletools, which knows ASCII alone, and lines without end."""
+    module, name = (program.readline(_MAX_LINE_BYTES + 1) for _ in range(2))
+    if not (module.endswith(b"\n") and name.endswith(b"\n")):
+        raise ValueError("a name has no end")
+    return module[:-1].decode(), name[:-1].decode()
 
 
-def _table() -> dict[int, _Instruction]:
-    machine = _Machine
-    # The codes are those of pickletools; letters of protocol 0 and 1 that neither writer uses are left out.
-    constants = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
-    table: dict[int, _Instruction] = {
-        0x28: machine.mark,
-        0x30: machine.drop,
-        0x32: machine.twice,
-        0x47: machine.real,
-        0x4A: machine.signed,
-        0x51: machine.persistent,
-        0x52: machine.call,
-        0x61: machine.append,
-        0x62: machine.build,
-        0x63: machine.named,
-        0x65: machine.extend,
-        0x73: machine.put,
-        0x74: machine.tuple_since_mark,
-        0x75: machine.put_all,
-        0x81: machine.call,
-        0x90: machine.extend,
-        0x91: machine.frozen,
-        0x92: machine.call_with_keywords,
-        0x93: machine.named_on_stack,
-        0x94: machine.remember_next,
-        0x95: machine.frame,
-    }
-    for code, value in constants.items():
-        table[code] = _with(machine.push, value)
-    for code, kind in {0x5D: list, 0x7D: dict, 0x8F: set}.items():
-        table[code] = _with(machine.empty, kind)
-    sized: list[tuple[Callable[[_Machine, int], None], dict[int, int]]] = [
-        # The number of the protocol says nothing about the value.
-        (machine.skip, {0x80: 1}),
-        (machine.number, {0x4B: 1, 0x4D: 2}),
-        (machine.long, {0x8A: 1, 0x8B: 4}),
-        # T and U are texts of Python 2, in whatever encoding: torch takes them as UTF-8.
-        (machine.text, {0x54: 4, 0x55: 1, 0x58: 4, 0x8C: 1, 0x8D: 8}),
-        (machine.raw, {0x42: 4, 0x43: 1, 0x8E: 8, 0x96: 8}),
-        (machine.tuple_of, {0x85: 1, 0x86: 2, 0x87: 3}),
-        (machine.remember, {0x71: 1, 0x72: 4}),
-        (machine.recall, {0x68: 1, 0x6A: 4}),
-    ]
-    for instruction, sizes in sized:
-        for code, size in sizes.items():
-            table[code] = _with(instruction, size)
-    return table
+def _reader(opcode: pickletools.OpcodeInfo) -> Callable[[io.BytesIO], Any] | None:
+    return None if opcode.arg is None else opcode.arg.reader
 
 
-def _with(instruction: Callable[[_Machine, Any], None], argument: object) -> _Instruction:
-    return lambda machine: instruction(machine, argument)
+_Instruction = Callable[[_Machine, Any], None]
 
-
-_INSTRUCTIONS = _table()
-
-# A price for what each makes, about the bytes of memory with the place on the stack; those of texts are in the pickle.
-_PRICES = (
-    dict.fromkeys(_INSTRUCTIONS, 72)
-    | dict.fromkeys((0x4E, 0x88, 0x89, 0x29, 0x30, 0x32, 0x4B, 0x61, 0x65, 0x68, 0x6A, 0x71, 0x75, 0x80, 0x94), 16)
-    | dict.fromkeys((0x72, 0x73), 120)
-    | dict.fromkeys((0x51, 0x52, 0x7D, 0x81, 0x92), 200)
-    | dict.fromkeys((0x8F, 0x91), 240)
-)
-_STEPS = [(_INSTRUCTIONS[code], _PRICES[code]) if code in _INSTRUCTIONS else None for code in range(256)]
+# By their names in pickletools; those of protocol 0 and 1 that neither writer uses are left out. Each has a price for
+# what it makes, about the bytes of memory with the place on the stack; those of texts are in the pickle.
+_CHEAP, _PLAIN_PRICE = 16, 72
+_INSTRUCTIONS: Mapping[str, tuple[int, _Instruction]] = {
+    **dict.fromkeys(("BININT", "BININT2", "LONG1", "LONG4", "BINFLOAT"), (_PLAIN_PRICE, _Machine.push)),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), (_PLAIN_PRICE, _Machine.push)),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"), (_PLAIN_PRICE, _Machine.push)),
+    "BYTEARRAY8": (_PLAIN_PRICE, lambda machine, value: machine.push(bytes(value))),
+    "BININT1": (_CHEAP, _Machine.push),
+    "NONE": (_CHEAP, _Machine.push),
+    "NEWTRUE": (_CHEAP, lambda machine, _: machine.push(True)),
+    "NEWFALSE": (_CHEAP, lambda machine, _: machine.push(False)),
+    "EMPTY_TUPLE": (_CHEAP, lambda machine, _: machine.push(())),
+    "EMPTY_LIST": (_PLAIN_PRICE, lambda machine, _: machine.push([])),
+    "EMPTY_DICT": (200, lambda machine, _: machine.push({})),
+    "EMPTY_SET": (240, lambda machine, _: machine.push(set())),
+    **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), (_PLAIN_PRICE, _Machine.text)),
+    "PROTO": (_CHEAP, _Machine.nothing),
+    "FRAME": (_PLAIN_PRICE, _Machine.nothing),
+    "MARK": (_PLAIN_PRICE, _Machine.mark),
+    "POP": (_CHEAP, _Machine.drop),
+    "DUP": (_CHEAP, _Machine.twice),
+    "TUPLE": (_PLAIN_PRICE, _Machine.tuple_since_mark),
+    "TUPLE1": (_PLAIN_PRICE, lambda machine, _: machine.tuple_of(1)),
+    "TUPLE2": (_PLAIN_PRICE, lambda machine, _: machine.tuple_of(2)),
+    "TUPLE3": (_PLAIN_PRICE, lambda machine, _: machine.tuple_of(3)),
+    "FROZENSET": (240, _Machine.frozen),
+    "APPEND": (_CHEAP, _Machine.append),
+    "APPENDS": (_CHEAP, _Machine.extend),
+    "ADDITEMS": (_PLAIN_PRICE, _Machine.extend),
+    "SETITEM": (120, _Machine.put),
+    "SETITEMS": (_CHEAP, _Machine.put_all),
+    "GLOBAL": (_PLAIN_PRICE, _Machine.name),
+    "STACK_GLOBAL": (_PLAIN_PRICE, _Machine.name),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), (200, _Machine.call)),
+    "NEWOBJ_EX": (200, _Machine.call_with_keywords),
+    "BUILD": (_PLAIN_PRICE, _Machine.build),
+    "BINPERSID": (200, _Machine.persistent),
+    "BINPUT": (_CHEAP, _Machine.remember),
+    "LONG_BINPUT": (120, _Machine.remember),
+    "MEMOIZE": (_CHEAP, _Machine.remember_next),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), (_CHEAP, _Machine.recall)),
+}
+_STEPS: Mapping[bytes, tuple[Callable[[io.BytesIO], Any] | None, int, _Instruction]] = {
+    each.code.encode("latin1"): (_names if each.name == "GLOBAL" else _reader(each), *_INSTRUCTIONS[each.name])
+    for each in pickletools.opcodes
+    if each.name in _INSTRUCTIONS
+}
