@@ -1,4 +1,8 @@
-"""The contract of `Store`: `CASES`, which hold for every implementation.
+"""The suite that a store must pass: `CASES`, which hold for every implementation.
+
+    @pytest.mark.parametrize("case", stores.CASES, ids=lambda case: case.name)
+    def test_my_store(case: stores.Case, tmp_path: Path) -> None:
+        case(MyStore(tmp_path), MyStore(tmp_path))
 
 A case gets two handles on one empty place, as two processes would have them.
 """
@@ -9,12 +13,13 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
-from shardwise.checkpoint.stores import Store
+Store: TypeAlias = Any
+"""What is tried. The suite imports no store, and so knows none by its type."""
 
 REFUSED_NAMES = ("/etc/x", "../x", "a/../x", "a/..", ".", "a/./x", "a//x", "a/", "/", "a\0b")
 
@@ -27,6 +32,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Unique among all."""
         return self.body.__name__
 
     def __call__(self, store: Store, other: Store) -> None:
@@ -37,21 +43,25 @@ CASES: list[Case] = []
 
 
 def case(body: Callable[[Store, Store], None]) -> None:
+    """Add a claim to `CASES`."""
     CASES.append(Case(body))
 
 
 def content(num_bytes: int, seed: int = 0) -> bytes:
+    """Bytes whose place in the file shows."""
     places = np.arange(num_bytes)
     return ((seed + 31 * places + places // 251) % 256).astype(np.uint8).tobytes()
 
 
 def put(store: Store, name: str, data: bytes, *, chunk_bytes: int = 7) -> None:
+    """Write a file in chunks."""
     with store.write(name, num_bytes=len(data)) as writer:
         for start in range(0, len(data), chunk_bytes):
             writer.write(memoryview(data)[start : start + chunk_bytes])
 
 
 def read(store: Store, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    """The bytes of a file, or some of them."""
     reader = store.open(name)
     try:
         buffer = bytearray(reader.size - start if num_bytes is None else num_bytes)

@@ -1,11 +1,10 @@
-"""What the cases of the channel contract share: inputs that every rank can compute for every rank, and oracles."""
+"""What the cases of the suite of channels share: inputs that every rank can compute for every rank, and oracles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-
-from shardwise.comm import Channel
 
 GATHERED = (
     torch.float32,
@@ -20,27 +19,45 @@ GATHERED = (
 SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64)
 
 
+Channel: TypeAlias = Any
+"""What is tried. The suite imports no channel, and so knows none by its type."""
+
+Work: TypeAlias = Any
+"""What a channel gives for a call that has begun."""
+
+Errors: TypeAlias = Any
+"""What has `MismatchError` and `PeerError` as attributes, such as `shardwise.errors`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One claim about channels, called with its channel on every rank."""
 
-    body: Callable[[Channel], None]
+    body: Callable[..., None]
     poisons: bool
     """The channel is of no use afterwards."""
+    errors: Errors = None
+    """What claims on refusals get: these all poison."""
 
     @property
     def name(self) -> str:
+        """Unique among all."""
         return self.body.__name__
 
     def __call__(self, channel: Channel) -> None:
-        self.body(channel)
+        if self.poisons:
+            self.body(channel, self.errors)
+        else:
+            self.body(channel)
 
 
 def case(body: Callable[[Channel], None]) -> Case:
+    """A claim after which the channel goes on."""
     return Case(body, poisons=False)
 
 
-def poisoning_case(body: Callable[[Channel], None]) -> Case:
+def poisoning_case(body: Callable[[Channel, Errors], None]) -> Case:
+    """A claim on how a channel refuses, or ends."""
     return Case(body, poisons=True)
 
 
@@ -55,6 +72,7 @@ def values(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def given(channel: Channel, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """What this rank gives, on its device."""
     return values(channel.rank, num_elements, dtype).to(channel.device)
 
 
@@ -64,10 +82,12 @@ def full(channel: Channel, num_elements: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def part_of(whole: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
+    """The elements of a rank, where each has so many."""
     return whole[sum(counts[:rank]) : sum(counts[: rank + 1])]
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal to the bit, wherever the first is."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     got_bytes, expected_bytes = got.cpu().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
     assert torch.equal(got_bytes, expected_bytes), f"got {got}, expected {expected}"
@@ -93,6 +113,7 @@ def uneven(channel: Channel) -> list[int]:
 
 
 def gather_and_check(channel: Channel, counts: Sequence[int], dtype: torch.dtype, purpose: str) -> None:
+    """All-gather parts of so many elements."""
     output, own = full(channel, sum(counts), dtype), given(channel, counts[channel.rank], dtype)
     channel.all_gather(output, own, purpose=purpose, counts=told(counts)).wait()
     assert_same_bits(own, values(channel.rank, counts[channel.rank], dtype))  # is left alone
@@ -102,6 +123,7 @@ def gather_and_check(channel: Channel, counts: Sequence[int], dtype: torch.dtype
 def reduce_and_check(
     channel: Channel, counts: Sequence[int], dtype: torch.dtype, sum_dtype: torch.dtype, purpose: str
 ) -> None:
+    """Reduce-scatter into parts of so many elements."""
     output = full(channel, counts[channel.rank], sum_dtype)
     own = given(channel, sum(counts), dtype)
     channel.reduce_scatter(output, own, purpose=purpose, counts=told(counts)).wait()

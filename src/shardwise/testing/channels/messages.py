@@ -2,8 +2,9 @@
 
 import torch
 
-from shardwise.comm import Channel, Work
-from tests.contracts.channel_oracles import (
+from shardwise.testing.channels.oracles import (
+    Channel,
+    Work,
     assert_same_bits,
     case,
     full,

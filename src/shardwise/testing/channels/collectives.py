@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Channel, Work
-from tests.contracts.channel_oracles import (
+from shardwise.testing.channels.oracles import (
     GATHERED,
     SUMMED,
+    Channel,
+    Work,
     assert_same_bits,
     assert_sum,
     case,
