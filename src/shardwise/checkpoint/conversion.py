@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
-from shardwise.checkpoint.averaged_weights import Weights, check_weights, with_averages
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
@@ -43,7 +42,7 @@ from shardwise.checkpoint.renamed_settings import with_vocabulary
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.states import check_arguments
+from shardwise.checkpoint.states import Weights, check_arguments, check_weights
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
@@ -224,6 +223,8 @@ def _planned(
     form = None if like is None else Likeness.of(like)
     contents = read_contents(store, step=step)
     if weights == "average":
+        from shardwise.checkpoint.averaged_weights import with_averages  # the core works without it
+
         contents, dtypes = with_averages(contents)
         narrower = {name: each for name, each in dtypes.items() if each != contents.tensors[name].dtype}
         if narrower and to == "hf" and dtype is None and like is None:

@@ -14,8 +14,8 @@ from shardwise.errors import plural
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
-    from shardwise.checkpoint.averaged_weights import Weights
     from shardwise.checkpoint.conversion import ConvertTarget
+    from shardwise.checkpoint.states import Weights
     from shardwise.rewrite import Rewrite
 
 
