@@ -117,6 +117,14 @@ def test_every_edge_of_the_engine_is_taken_away_by_the_check_of_the_core() -> No
     assert {f"engine/{edge}" for edge in edges} <= {path for paths in EDGES.values() for path in paths}
 
 
+def test_every_format_of_checkpoints_is_taken_away_by_the_check_of_the_core() -> None:
+    formats = SOURCE / "shardwise" / "checkpoint" / "formats"
+    files = [file for file in formats.rglob("*.py") if "\nFORMAT = Format(" in file.read_text(encoding="utf-8")]
+    homes = {f"checkpoint/formats/{file.parent.name if file.stem == '__init__' else file.name}" for file in files}
+    assert len(homes) > 3
+    assert homes == {path for paths in EDGES.values() for path in paths if path.startswith("checkpoint/formats/")}
+
+
 def test_torch_distributed_is_used_by_the_comm_room_and_the_double_of_nccl_only() -> None:
     users = [SOURCE / "shardwise" / room for room in ("comm", "testing")]
     others = [file for file in sorted(SOURCE.rglob("*.py")) if not any(map(file.is_relative_to, users))]

@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
 from shardwise.checkpoint.destinations import Progress
-from shardwise.checkpoint.huggingface_files import ConfigPath, as_extra
+from shardwise.checkpoint.model_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import OutputReader, Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
-from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.model_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.quantised_outputs import QuantisingReader
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, kept_in, metas_of_contents
@@ -105,6 +104,8 @@ class Outputs:
         reader = PieceReader(store, self.contents, targets_of, batch=batch, window=window, digests=digests)
         if self.view is None or not self.view.checked.quantises:
             return reader
+        from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
+
         wide = PieceReader(store, self.contents, targets_of, batch=batch, digests=digests)
         return QuantisingReader(self.view.checked, reader, wide)
 

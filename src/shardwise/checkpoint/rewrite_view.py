@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
@@ -307,6 +306,8 @@ class RewriteView:
         """
         for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
             if (scales := scales_of(each.dtypes)) is not None:
+                from shardwise.checkpoint.block_scales import BlockScales  # the core works without it
+
                 found = BlockScales.of(each.piece, scales.source, scales.block, self.checked.sources[scales.source])
                 dtypes = (each.dtypes[0], *needed_casts((*each.dtypes[2:], piece.dtype)))
                 yield ReadTarget(each.piece, each.view(memory), dtypes, scales=found)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
-from shardwise.checkpoint.foreign import no_checkpoint
+from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of

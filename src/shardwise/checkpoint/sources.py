@@ -8,7 +8,8 @@ from typing import TypeVar
 import xxhash
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
+from shardwise.checkpoint.formats.registry import read_foreign, recognise
+from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
 from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
