@@ -32,8 +32,8 @@ from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
 from shardwise.rewrite.metas import holds_nans, keeps_values
-from shardwise.rewrite.op_steps import Quantises
 from shardwise.rewrite.strided_views import scales_of
+from shardwise.rewrite.verbs.quantise import Rescaling
 
 _COMPARED_AT_ONCE = 1 << 20
 """Elements that are compared in float64 at a time."""
@@ -398,7 +398,7 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
     return ", ".join(lost)
 
 
-def _quantised_to(checked: Checked, tensor: StoredTensor) -> Quantises | None:
+def _quantised_to(checked: Checked, tensor: StoredTensor) -> Rescaling | None:
     """How a source, or a part of it, is quantised; None where it is not."""
     fragments = checked.push(tensor.name, tensor.whole.box)
     return next(filter(None, [checked.quantised(each.other) for each in fragments]), None)

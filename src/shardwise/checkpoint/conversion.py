@@ -52,9 +52,9 @@ from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.compiled_ops import QUANTISED
 from shardwise.rewrite.sections import uncollected
 from shardwise.rewrite.spelling import quoted
+from shardwise.rewrite.verbs.quantise import QUANTISED
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of

@@ -271,7 +271,7 @@ def _unchanged_source(checked: Checked, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
     if checked.is_scales(name):
         return None
-    value = checked.values[name]
+    value = checked.value(name)
     return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
 
 
@@ -281,7 +281,7 @@ def _is_cheap_to_cut(checked: Checked, name: str) -> bool:
     So it is where elements come in the order that they have in the sources, and each stretch of a source is used once.
     It is not where every part would have something of very many sources, which it takes long to find.
     """
-    value = checked.values[name]
+    value = checked.value(name)
     if len(value.views) > _MANY_VIEWS and any(view.shape[1:] != value.shape[1:] for view in value.views):
         return False
     reaches: dict[str, list[tuple[int, int]]] = {}
