@@ -380,7 +380,7 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            digests = PassingDigests(self.outputs.contents) if certify else None
+            digests = PassingDigests(self.outputs.contents.tensors) if certify else None
             added = {} if has_them else as_extra(kept)
             made = make_save(self.store, self.outputs, store, to, added, progress, digests)
             certificate = None if digests is None else self._certified_save(store, made, digests)
@@ -427,7 +427,7 @@ class Conversion:
         added: dict[str, bytes] = {}
         path = check_folder(destination)
         plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
-        digests = PassingDigests(self.outputs.contents) if certify else None
+        digests = PassingDigests(self.outputs.contents.tensors) if certify else None
 
         def finish(store: Store) -> None:
             dtype = main_dtype(self.outputs.tensors.values())

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.huggingface_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
@@ -78,9 +79,8 @@ class Outputs:
             return
         # Only those that are written: an export of the model need not refuse because of optimizer state.
         used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
-        findings, _ = self.view.unequal(
-            store, (group for group in self.view.checked.agree if not used.isdisjoint(group))
-        )
+        groups = [group for group in self.view.checked.agree if not used.isdisjoint(group)]
+        findings, _ = joined_numbers(store, self.view, groups).findings()
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
