@@ -45,7 +45,7 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
-from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
@@ -395,20 +395,17 @@ class Conversion:
         """Certify a save, or remove it."""
         # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
-        try:
-            # Read anew, not kept from the writing: what is certified is what a later reader finds.
-            written = read_save(store, made.number)
-            certificate = self._certify(store, written, made.location, digests)
-            store.create(name, certificate.pack())
-        except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
-            with contextlib.suppress(CheckpointError, OSError, EOFError):
-                remove_save(store, list_saves(store), made.number)
-            if not isinstance(error, OSError | EOFError):
+        removed = "; without its certificate the save was removed again"
+        with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
+            try:
+                # Read anew, not kept from the writing: what is certified is what a later reader finds.
+                written = read_save(store, made.number)
+                certificate = self._certify(store, written, made.location, digests)
+                store.create(name, certificate.pack())
+            except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
+                with contextlib.suppress(CheckpointError, OSError, EOFError):
+                    remove_save(store, list_saves(store), made.number)
                 raise
-            raise CheckpointError(
-                f"{store.location}/{name} cannot be written: {reason(error)}; without its certificate the save was "
-                "removed again"
-            ) from error
         return certificate
 
     def to_folder(
