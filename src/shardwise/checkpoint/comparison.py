@@ -40,7 +40,7 @@ def compared(
     """How the elements of pairs differ, by the number of the pair, counted in the whole pieces.
 
     Pieces of a pair have equally many elements; `a` reads the first ones, and `b`, maybe the same reader, the others.
-    turn, turns: look at each `turns`-th window from number `turn` on. passed: is told the bytes of `a` in each window.
+    turn, turns: look at each `turns`-th window from number `turn` on. passed: takes the bytes of `a` in each window.
     """
     found: dict[int, Elements] = {}
     # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides

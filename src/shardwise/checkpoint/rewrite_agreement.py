@@ -1,10 +1,10 @@
 """Rewrite agreement: what all ranks together find out about a rewrite of a state that they save, or load into.
 
-    save                                                    load
-[1] check    the rewrite against what ranks hold            against what is stored, and what ranks have in the target
-[2] rename   pieces of the state, as views of its tensors   the contents, as if they were stored [3] compare  numbers
-that the rewrite joins into one         the same [4] gather   what every rank holds of the outputs           which
-stored pieces every rank wants
+             save                                          load
+[1] check    the rewrite against what ranks hold           against what is stored, and what the target has
+[2] rename   pieces of the state, as views of its tensors  the contents, as if they were stored
+[3] compare  numbers that the rewrite joins into one       the same
+[4] gather   what every rank holds of the outputs          which stored pieces every rank wants
 
 Every rank finds the same outputs, or all raise the same error.
 """

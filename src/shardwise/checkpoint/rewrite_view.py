@@ -122,16 +122,16 @@ class Counterpart:
     """The elements in a block of this side; None: the tensor of this side holds the piece as it is."""
     origin: tuple[int, ...] = ()
     """Where in its tensor the block begins."""
-    stretch: tuple[int, tuple[int, ...]] | None = None
+    block: tuple[int, tuple[int, ...]] | None = None
     """Of the flat tensor of a run: the element with which the block begins, and its shape; None: the whole tensor."""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in the tensor that holds them, in the shape of the other piece (flat, where that is a run)."""
         if self.fragment is None:
             return tensor
-        if self.stretch is not None:
-            start, block = self.stretch
-            tensor = tensor[start : start + math.prod(block)].view(block)
+        if self.block is not None:
+            start, shape = self.block
+            tensor = tensor[start : start + math.prod(shape)].view(shape)
         strides = tensor.stride()
         first = int(tensor.storage_offset()) + self.fragment.view_start(strides, self.origin)
         # A rewrite keeps elements apart and moves none: whatever it does to indices is strides and a start.

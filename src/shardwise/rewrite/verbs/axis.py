@@ -84,21 +84,21 @@ class Split(Operation):
             arrange(work, [unfuse(axis, sizes, 1)], Concat(axis))
 
 
-def _read(axis: ReadArgument, said: StatementArguments) -> Concat | Split | None:
-    names, sizes = said.names, said.once.get("sizes")
+def _read(axis: ReadArgument, arguments: StatementArguments) -> Concat | Split | None:
+    names, sizes = arguments.names, arguments.once.get("sizes")
     joins_or_parts, count = names.joins or names.parts, max(names.counts)
     wanted = sizes.integers if sizes is not None else None
     recorded = sizes is not None and sizes.value == RECORDED
     if sizes is not None and not joins_or_parts:
-        said.find(sizes, f"{sizes.shown} is for several tensors on one side; here one becomes one")
+        arguments.find(sizes, f"{sizes.shown} is for several tensors on one side; here one becomes one")
     elif sizes is not None and wanted is not None and not names.stars and len(wanted) != count:
-        said.find(sizes, f"{sizes.shown} has {len(wanted)} sizes for {count} tensors; give one for each")
+        arguments.find(sizes, f"{sizes.shown} has {len(wanted)} sizes for {count} tensors; give one for each")
     if axis.integer is None or not joins_or_parts:
         return None  # with one tensor on either side AOA's axis says nothing
     if names.parts:
         return Split(axis.integer, wanted, recorded=recorded)
     if sizes is not None and recorded:
-        said.find(sizes, f"{sizes.shown}: only a split needs recorded sizes; leave them out")
+        arguments.find(sizes, f"{sizes.shown}: only a split needs recorded sizes; leave them out")
     return Concat(axis.integer, wanted)
 
 

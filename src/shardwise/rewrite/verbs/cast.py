@@ -58,12 +58,12 @@ class Cast(Change):
         return value.cast(self.to)
 
 
-def _read(cast: ReadArgument, said: StatementArguments) -> Cast | None:
+def _read(cast: ReadArgument, arguments: StatementArguments) -> Cast | None:
     if cast.word == "dtype":
         return None if cast.value is None else Cast(cast.text)
     # `src_dtype=..., src_dtype=...`: the second may still find its partner, so the first is the one that is wrong.
     pairs: list[list[ReadArgument]] = []
-    for each in said.given:
+    for each in arguments.given:
         if each.word in _PAIRED:
             is_second = pairs and len(pairs[-1]) == 1 and pairs[-1][0].word != each.word
             pairs[-1].append(each) if is_second else pairs.append([each])
@@ -71,7 +71,7 @@ def _read(cast: ReadArgument, said: StatementArguments) -> Cast | None:
     if not second:
         (other,) = _PAIRED - {cast.word}
         why = "a cast that can be undone has both, any other is written dtype=..."
-        said.find(cast, f"{cast.shown} is given without {other}; {why}")
+        arguments.find(cast, f"{cast.shown} is given without {other}; {why}")
     # Both are there: the cast is where the second one stands.
     if second != [cast] or first.value is None or cast.value is None:
         return None

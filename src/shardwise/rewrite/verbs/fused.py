@@ -194,58 +194,58 @@ _HEADS: Final[Mapping[str, str]] = {
 }
 
 
-def _read(fused: ReadArgument, said: StatementArguments) -> Fused | None:
-    names, forms = said.names, _FORMS[fused.word]
+def _read(fused: ReadArgument, arguments: StatementArguments) -> Fused | None:
+    names, forms = arguments.names, _FORMS[fused.word]
     *most, last = forms.values()
     listed_forms = f"{', '.join(most)} or {last}"
     # A star does not say how many names it stands for, and a fused operation takes three or two.
     if names.stars:
         what = f"needs its tensors one by one, as in {listed_forms}; a star stands for any number"
-        said.find(fused, f"{fused.word} {what}")
+        arguments.find(fused, f"{fused.word} {what}")
         return None
     if names.counts not in forms:
-        said.find(fused, f"{fused.word} is for {listed_forms}; here are {names.amount}")
+        arguments.find(fused, f"{fused.word} is for {listed_forms}; here are {names.amount}")
         return None
     left, right = names.counts
-    degrees = _degree("src_tp", left, "left", said), _degree("dst_tp", right, "right", said)
+    degrees = _degree("src_tp", left, "left", arguments), _degree("dst_tp", right, "right", arguments)
     if fused.word == "fused_ffn":
-        return Fused(fused.word, said.integer("axis"), left, right, None, *degrees)
-    heads = _heads(fused, said)
+        return Fused(fused.word, arguments.integer("axis"), left, right, None, *degrees)
+    heads = _heads(fused, arguments)
     if heads is None:
         return None
-    return Fused(fused.word, said.integer("axis"), left, right, heads, *degrees, _sizes_of_three(said))
+    return Fused(fused.word, arguments.integer("axis"), left, right, heads, *degrees, _sizes_of_three(arguments))
 
 
-def _sizes_of_three(said: StatementArguments) -> tuple[int, ...] | None:
-    """The sizes of query, key and value, where they are said."""
-    given = said.once.get("sizes")
+def _sizes_of_three(arguments: StatementArguments) -> tuple[int, ...] | None:
+    """The sizes of query, key and value, where they are arguments."""
+    given = arguments.once.get("sizes")
     if given is None or given.value is None:
         return None
     if given.integers is None or len(given.integers) != 3:
-        said.find(given, f"{given.shown} is not three sizes; give those of query, key and value")
+        arguments.find(given, f"{given.shown} is not three sizes; give those of query, key and value")
         return None
     return given.integers
 
 
-def _degree(word: str, count: int, side: str, said: StatementArguments) -> int | None:
+def _degree(word: str, count: int, side: str, arguments: StatementArguments) -> int | None:
     """The degree of the fused tensor of one side, which is fused where it is one."""
-    if word in said.once and count > 1:
+    if word in arguments.once and count > 1:
         what = f"the degree of a fused tensor on the {side}, where {count} tensors stand that are not fused"
-        said.find(said.once[word], f"{said.once[word].shown} is {what}; leave it out")
-    return said.integer(word)
+        arguments.find(arguments.once[word], f"{arguments.once[word].shown} is {what}; leave it out")
+    return arguments.integer(word)
 
 
-def _heads(fused: ReadArgument, said: StatementArguments) -> tuple[int, int] | None:
-    missing = [word for word in _HEADS if word not in said.once]
+def _heads(fused: ReadArgument, arguments: StatementArguments) -> tuple[int, int] | None:
+    missing = [word for word in _HEADS if word not in arguments.once]
     for word in missing:
-        said.find(fused, f"{fused.word} needs {word}=..., {_HEADS[word]}")
-    heads, groups = (said.integer(word) for word in _HEADS)
+        arguments.find(fused, f"{fused.word} needs {word}=..., {_HEADS[word]}")
+    heads, groups = (arguments.integer(word) for word in _HEADS)
     if heads is None or groups is None:
         return None
     # Each key-value head serves equally many query heads: that is what a group is.
     if heads % groups:
         what = f"{heads} query heads cannot be shared evenly among {groups} key-value heads"
-        said.find(said.once["num_heads"], f"{what}; num_heads is a multiple of num_key_value_groups")
+        arguments.find(arguments.once["num_heads"], f"{what}; num_heads is a multiple of num_key_value_groups")
         return None
     return heads, groups
 

@@ -51,7 +51,7 @@ def _fault(dims: tuple[int, ...]) -> str:
     return "" if is_order else f"no permutation; {len(dims)} dims are {wanted}, each once, and '[]' reverses all"
 
 
-def _read(permute: ReadArgument, said: StatementArguments) -> Permute | None:
+def _read(permute: ReadArgument, arguments: StatementArguments) -> Permute | None:
     return None if permute.integers is None else Permute(permute.integers or None)
 
 

@@ -173,20 +173,20 @@ _FORMS: Final[Mapping[str, tuple[tuple[int, int], str]]] = {
 }
 
 
-def _read(word: ReadArgument, said: StatementArguments) -> Dequantise | Quantise | None:
+def _read(word: ReadArgument, arguments: StatementArguments) -> Dequantise | Quantise | None:
     counts, form = _FORMS[word.word]
-    if said.names.stars or said.names.counts != counts:
-        said.find(word, f"{word.word} is for {form}; here are {said.names.amount}")
+    if arguments.names.stars or arguments.names.counts != counts:
+        arguments.find(word, f"{word.word} is for {form}; here are {arguments.names.amount}")
         return None
     if word.integers is None:
         return None
     if word.word == "dequantise":
         return Dequantise(word.integers)
     elements, scales = (
-        said.once[key].text if key in said.once else default
+        arguments.once[key].text if key in arguments.once else default
         for key, default in (("element_dtype", "float8_e4m3fn"), ("scale_dtype", "float32"))
     )
-    return Quantise(word.integers, elements, scales, said.integer("scale_dims"))
+    return Quantise(word.integers, elements, scales, arguments.integer("scale_dims"))
 
 
 def _fault(block: tuple[int, ...]) -> str:

@@ -56,32 +56,32 @@ def hint_of(word: str) -> str:
 
 
 def operations_of(
-    arguments: Sequence[Argument], names: StatementNames, place: TextPlace, parameters: TextParameters, faults: Faults
+    written: Sequence[Argument], names: StatementNames, place: TextPlace, parameters: TextParameters, faults: Faults
 ) -> tuple[tuple[Operation, ...], bool, bool]:
     """Return the operations of a statement in their order, whether it is optional, and whether it allows gaps."""
-    given = [each for argument in arguments if (each := _read(argument, parameters, faults)) is not None]
-    said = StatementArguments(given, names, faults)
+    given = [each for argument in written if (each := _read(argument, parameters, faults)) is not None]
+    arguments = StatementArguments(given, names, faults)
     # All checks run, whatever was found before: a user gets every fault of a statement at once.
-    _find_repeated(said)
-    making = _making(said, place)
+    _find_repeated(arguments)
+    making = _making(arguments, place)
     operations: list[Operation] = []
     for each in given:
         verb = _VERB_OF.get(each.word)
         # In the order of their words: `permute=..., axis=0` permutes each tensor, `axis=0, permute=...` the one that
         # they become.
         if verb is not None and (each is making or not verb.makes):
-            made = verb.read(each, said)
+            made = verb.read(each, arguments)
             operations += [] if made is None else [made]
-    optional, gaps = [said.integer(each.word) == 1 for each in _SWITCHES]
+    optional, gaps = [arguments.integer(each.word) == 1 for each in _SWITCHES]
     if gaps and not names.stars:
-        shown = said.once["gaps"].shown
-        said.find(said.once["gaps"], f"{shown} is about the numbers of a star, and there is none")
+        shown = arguments.once["gaps"].shown
+        arguments.find(arguments.once["gaps"], f"{shown} is about the numbers of a star, and there is none")
     # Who wrote `a -> _, dtype='float16'` did not mean a drop.
     of_tensors = [each for each in given if each.attribute not in _SWITCHES]
     if of_tensors and not (names.left and names.right):
         what = "dropped: '_' takes nothing" if names.left else "added: it keeps the value that it has"
         shown = of_tensors[0].shown
-        said.find(of_tensors[0], f"{shown} does nothing to a tensor that is {what}; leave it out")
+        arguments.find(of_tensors[0], f"{shown} does nothing to a tensor that is {what}; leave it out")
     return tuple(operations), optional, gaps
 
 
@@ -136,15 +136,15 @@ def _filled(text: str, place: TextPlace, parameters: TextParameters, faults: Fau
     return _PARAMETER.sub(lambda found: str(parameters[found[1].strip()]), text)
 
 
-def _find_repeated(said: StatementArguments) -> None:
+def _find_repeated(arguments: StatementArguments) -> None:
     before: dict[str, ReadArgument] = {}
     operation = ""
-    for each in said.given:
+    for each in arguments.given:
         first = before.get(each.word)
         # A cast may come again once another operation was carried out.
         again = each.attribute.repeatable and not each.word == operation == "dtype"
         if first is not None and not again:
-            said.find(each, f"{each.word} is given twice, as {first.shown} and as {each.shown}; give it once")
+            arguments.find(each, f"{each.word} is given twice, as {first.shown} and as {each.shown}; give it once")
         before[each.word] = each
         if each.word in _VERB_OF:
             operation = each.word
@@ -153,9 +153,9 @@ def _find_repeated(said: StatementArguments) -> None:
 # Joining several tensors to one, and splitting one into several
 
 
-def _making(said: StatementArguments, place: TextPlace) -> ReadArgument | None:
+def _making(arguments: StatementArguments, place: TextPlace) -> ReadArgument | None:
     """The argument that says how a statement joins or splits tensors; None where there is none, or it is no use."""
-    asked = [each for word, each in said.once.items() if word in _VERB_OF and _VERB_OF[word].makes]
+    asked = [each for word, each in arguments.once.items() if word in _VERB_OF and _VERB_OF[word].makes]
     # Then `axis` says where these work, and is no operation of its own.
     at_axis = [each for each in asked if _VERB_OF[each.word].at_axis]
     if at_axis:
@@ -163,45 +163,45 @@ def _making(said: StatementArguments, place: TextPlace) -> ReadArgument | None:
     if len(asked) > 1:
         first, second = sorted(asked, key=lambda each: (each.place.line, each.place.column))[:2]
         what = "which a statement does once; write two statements, with a temporary name between"
-        said.find(second, f"{first.shown} and {second.shown} each join or split tensors, {what}")
+        arguments.find(second, f"{first.shown} and {second.shown} each join or split tensors, {what}")
         return None
-    _find_strays(said, asked)
-    if not (said.names.left and said.names.right):
+    _find_strays(arguments, asked)
+    if not (arguments.names.left and arguments.names.right):
         return None
-    fits = at_axis or _one_side_has_one(said, asked, place)
+    fits = at_axis or _one_side_has_one(arguments, asked, place)
     return asked[0] if fits and asked else None
 
 
-def _find_strays(said: StatementArguments, asked: Sequence[ReadArgument]) -> None:
+def _find_strays(arguments: StatementArguments, asked: Sequence[ReadArgument]) -> None:
     """Find arguments that say something about an operation that is not there; `asked`: of those that join or split."""
-    hint = _hint(said.names)
-    for each in said.once.values():
+    hint = _hint(arguments.names)
+    for each in arguments.once.values():
         owners = each.attribute.owners
-        if owners and said.once.keys().isdisjoint(owners) and not hint:
-            said.find(each, f"{each.shown} {each.attribute.stray}")
+        if owners and arguments.once.keys().isdisjoint(owners) and not hint:
+            arguments.find(each, f"{each.shown} {each.attribute.stray}")
     word = asked[0].word if asked else None
-    sizes = said.once.get("sizes")
+    sizes = arguments.once.get("sizes")
     if sizes is not None and word not in ("axis", *_ATTRIBUTES["num_heads"].owners):
         why = f"{word} has none" if word else "give the dim as axis=..."
-        said.find(sizes, f"{sizes.shown} says where a dim is cut or joined; {why}")
+        arguments.find(sizes, f"{sizes.shown} says where a dim is cut or joined; {why}")
 
 
-def _one_side_has_one(said: StatementArguments, asked: Sequence[ReadArgument], place: TextPlace) -> bool:
-    names, hint = said.names, _hint(said.names)
+def _one_side_has_one(arguments: StatementArguments, asked: Sequence[ReadArgument], place: TextPlace) -> bool:
+    names, hint = arguments.names, _hint(arguments.names)
     # Many to many has no single meaning: by pairs, or all joined and parted again?
     if names.joins and names.parts:
         each = "use a placeholder such as $EXPERT_ID, not a star," if names.stars else "write a statement for each"
         each += " for one each; what names begin with is changed by module.** -> **" if names.stars else ""
-        said.faults.append((place, f"{names.amount}, but one side has exactly one; {each}{hint}"))
+        arguments.faults.append((place, f"{names.amount}, but one side has exactly one; {each}{hint}"))
         return False
-    if (names.joins or names.parts) and not asked and "sizes" not in said.once:
+    if (names.joins or names.parts) and not asked and "sizes" not in arguments.once:
         left, right = names.counts
         what = f"{left} tensors become one" if names.joins else f"one tensor becomes {right}"
         ways = "axis=..., stack=... or one of the fused attributes"
         if names.stars:
             what = "all that match the star become one" if names.joins else "one tensor becomes all that match the star"
             ways = "axis=... or stack=..."
-        said.faults.append((place, f"{what}, but how is not said; add {ways}{hint}"))
+        arguments.faults.append((place, f"{what}, but how is not said; add {ways}{hint}"))
         return False
     return True
 

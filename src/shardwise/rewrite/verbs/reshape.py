@@ -47,7 +47,7 @@ def _fault(shape: tuple[int, ...]) -> str:
     return "sizes are not negative, but for one -1" if min(shape, default=0) < -1 else ""
 
 
-def _read(reshape: ReadArgument, said: StatementArguments) -> Reshape | None:
+def _read(reshape: ReadArgument, arguments: StatementArguments) -> Reshape | None:
     return None if reshape.value is None else Reshape(reshape.integers)
 
 

@@ -94,8 +94,8 @@ def _number(attribute: Attribute, text: str) -> str:
     return number
 
 
-def _read(resize: ReadArgument, said: StatementArguments) -> _Resize | None:
-    fill = said.once["fill"].text if "fill" in said.once else None
+def _read(resize: ReadArgument, arguments: StatementArguments) -> _Resize | None:
+    fill = arguments.once["fill"].text if "fill" in arguments.once else None
     if resize.value is None:
         return None
     return Pad(resize.integers, fill or "0") if resize.word == "pad" else Crop(resize.integers, fill)

@@ -71,11 +71,11 @@ class Unstack(Operation):
         return [value.crop(self.axis, index, index + 1).drop_dim(self.axis) for index in indices]
 
 
-def _read(stack: ReadArgument, said: StatementArguments) -> Stack | Unstack | None:
-    names = said.names
+def _read(stack: ReadArgument, arguments: StatementArguments) -> Stack | Unstack | None:
+    names = arguments.names
     if not names.joins and not names.parts:
         what = "joins several tensors or parts one into several; for one tensor use reshape"
-        said.find(stack, f"{stack.shown} {what}")
+        arguments.find(stack, f"{stack.shown} {what}")
     if stack.integer is None:
         return None
     return Stack(stack.integer) if names.joins else Unstack(stack.integer)
