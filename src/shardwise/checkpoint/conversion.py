@@ -43,16 +43,16 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import Weights, check_arguments, check_weights
-from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.compiled_ops import QUANTISED
 from shardwise.rewrite.sections import uncollected
 from shardwise.rewrite.spelling import quoted
+from shardwise.rewrite.verbs.quantise import QUANTISED
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
@@ -384,7 +384,7 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            digests = PassingDigests(self.outputs.contents) if certify else None
+            digests = PassingDigests(self.outputs.contents.tensors) if certify else None
             added = {} if has_them else as_extra(kept)
             made = make_save(self.store, self.outputs, store, to, added, progress, digests)
             certificate = None if digests is None else self._certified_save(store, made, digests)
@@ -399,20 +399,17 @@ class Conversion:
         """Certify a save, or remove it."""
         # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
-        try:
-            # Read anew, not kept from the writing: what is certified is what a later reader finds.
-            written = read_save(store, made.number)
-            certificate = self._certify(store, written, made.location, digests)
-            store.create(name, certificate.pack())
-        except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
-            with contextlib.suppress(CheckpointError, OSError, EOFError):
-                remove_save(store, list_saves(store), made.number)
-            if not isinstance(error, OSError | EOFError):
+        removed = "; without its certificate the save was removed again"
+        with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
+            try:
+                # Read anew, not kept from the writing: what is certified is what a later reader finds.
+                written = read_save(store, made.number)
+                certificate = self._certify(store, written, made.location, digests)
+                store.create(name, certificate.pack())
+            except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
+                with contextlib.suppress(CheckpointError, OSError, EOFError):
+                    remove_save(store, list_saves(store), made.number)
                 raise
-            raise CheckpointError(
-                f"{store.location}/{name} cannot be written: {reason(error)}; without its certificate the save was "
-                "removed again"
-            ) from error
         return certificate
 
     def to_folder(
@@ -431,7 +428,7 @@ class Conversion:
         added: dict[str, bytes] = {}
         path = check_folder(destination)
         plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
-        digests = PassingDigests(self.outputs.contents) if certify else None
+        digests = PassingDigests(self.outputs.contents.tensors) if certify else None
 
         def finish(store: Store) -> None:
             dtype = main_dtype(self.outputs.tensors.values())

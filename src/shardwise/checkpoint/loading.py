@@ -14,14 +14,15 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredPiece, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match, prefix_hint
+from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
 from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadTraffic, read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import check_file
-from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
+from shardwise.checkpoint.rewrite_agreement import Located, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.state_pieces import Held, check_targets, gather_findings, hold
@@ -294,9 +295,10 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
             findings += check_file(store, contents, name, head=verify and name in dealt)[1]
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
-    compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
     # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-    compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
+    pairs = [] if view is None else [joined_numbers(store, view, view.checked.agree)]
+    pairs.append(twin_pairs(store, contents, view, found.twins))
+    compared_bytes = sum([each.compare(channel, readers) for each in pairs])
     with torch.no_grad():
         traffics = [
             _fill(channel, source, *each, options, verify=verify) for each in zip(rounds, stored, plans, strict=True)
@@ -429,7 +431,7 @@ def _settle(
             f"{each}; allow it with cast=True, or keep the saved dtypes (precision.master)" for each in found.casts
         ]
     if not options.strict:
-        found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
+        found.unexpected.extend(untied(name, twin, "lie apart") for name, twin in found.twins)
         found.twins.clear()
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]

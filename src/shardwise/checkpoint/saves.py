@@ -15,7 +15,7 @@ manifest or a folder of the user stays as it was.
 import contextlib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.checkpoint.blocks import checksum
@@ -23,7 +23,7 @@ from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
-from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of
+from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, refusals, store_of
 from shardwise.errors import CheckpointError, few_of
 
 CERTIFICATE = "round-trip.json"
@@ -233,18 +233,15 @@ def strays(store: Store, listing: Listing, number: int) -> list[str]:
     return [name for name in ours if name not in keep]
 
 
-@contextlib.contextmanager
-def storing(store: Store, name: str, done: str) -> Iterator[None]:
+def storing(store: Store, name: str, done: str) -> contextlib.AbstractContextManager[None]:
     """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        where = f"{store.location}/{name}".rstrip("/")
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise CheckpointError(
-            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
-            + (". Keep fewer saves, make room, or save elsewhere" if is_full else "")
-        ) from error
+    return refusals(f"{store.location}/{name}".rstrip("/") + f" cannot be {done}", _kept)
+
+
+def _kept(error: OSError | EOFError) -> str:
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = ". Keep fewer saves, make room, or save elsewhere" if is_full else ""
+    return f"; nothing was committed, and older saves are as they were{advice}"
 
 
 def _own_files(head: Head) -> Iterable[str]:

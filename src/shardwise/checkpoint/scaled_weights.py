@@ -19,10 +19,9 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.compiled_ops import QUANTISED, SCALES
-from shardwise.rewrite.op_steps import grid_of
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, NamePart, Placeholder, TextPlace
+from shardwise.rewrite.verbs.quantise import QUANTISED, SCALES, grid_of
 
 _ENDINGS: Final = ("_scale_inv", "_scale")
 _QUANTIZATION: Final = "quantization_config"

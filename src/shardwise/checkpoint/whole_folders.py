@@ -7,11 +7,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
-from shardwise.checkpoint.stores import Address, Store, Writer, reason, refusals
+from shardwise.checkpoint.stores import Address, Store, Writer, refusals
 from shardwise.errors import CheckpointError
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
@@ -142,14 +142,13 @@ def _check_empty(path: str) -> None:
     raise CheckpointError(f"{path} is {what}, which is left as it is; name a new folder, or an empty one")
 
 
-@contextlib.contextmanager
-def _making(path: str, file: str) -> Iterator[None]:
+def _making(path: str, file: str) -> contextlib.AbstractContextManager[None]:
     """Say in our words what the file system refuses."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
+
+    def then(error: OSError | EOFError) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and not file:
             # Somebody has made it since the first look: the words for that say more than those of the system.
             _check_empty(path)
-        where = os.path.join(path, file) if file else path
-        raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error
+        return "; nothing was made there"
+
+    return refusals(f"{os.path.join(path, file) if file else path} cannot be written", then)
