@@ -26,6 +26,7 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.elements import with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.stores import Store
 from shardwise.comm.local_tensors import bytes_of
@@ -307,7 +308,7 @@ class _RoundTrip:
             return {}
         found = {name for name in names if _quantised_to(checked, self.sent.tensors[name])}
         sent = self._only(self.sent, found)
-        readers = sent.reader(self.source), self.back.reader(self.store)
+        readers = sent.reader(DataFiles(self.source)), self.back.reader(DataFiles(self.store))
         errors = dict.fromkeys(found, (0.0, 0.0))
         for window in sent.windows([each.whole for each in sent.tensors.values()]):
             back = [replace(piece, name=self._found(piece.name)) for piece in window]
@@ -448,7 +449,7 @@ def _digests(
 
 def _elements(store: Store, outputs: Outputs, passing: PassingDigests | None) -> Iterator[tuple[str, torch.Tensor]]:
     """The elements of every output, some at a time and flat: they hold until the next."""
-    reader = outputs.reader(store, digests=passing)
+    reader = outputs.reader(DataFiles(store), digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
             yield piece.name, elements

@@ -18,9 +18,9 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import gather_findings
-from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
@@ -245,7 +245,7 @@ def _other(name: str) -> str:
 
 def compare_twins(
     channel: Channel,
-    store: Store,
+    files: DataFiles,
     contents: Contents,
     view: RewriteView | None,
     twins: Sequence[tuple[str, str]],
@@ -261,7 +261,7 @@ def compare_twins(
     return compare_in_turns(
         channel,
         readers,
-        lambda turn, turns: _differences(store, contents, view, twins, turn, turns),
+        lambda turn, turns: _differences(files, contents, view, twins, turn, turns),
         purpose="tensors that the target ties",
         about=f"{contents.location} does not fit the target",
     )
@@ -295,7 +295,7 @@ def compare_in_turns(
 
 
 def _differences(
-    store: Store,
+    files: DataFiles,
     contents: Contents,
     view: RewriteView | None,
     twins: Sequence[tuple[str, str]],
@@ -318,7 +318,7 @@ def _differences(
     ]
     if lacking:
         return lacking, 0
-    reader = PieceReader(store, contents, None if view is None else view.read_targets)
+    reader = PieceReader(files, contents, None if view is None else view.read_targets)
     different: dict[str, None] = {}
     sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
     # Half of a window, for two tensors are read at a time.

@@ -19,6 +19,7 @@ from shardwise.checkpoint.dcp_folders import METADATA, DcpObject, DcpTensor, pla
 from shardwise.checkpoint.foreign.megatron_names import StackedTensors, is_megatron_name, linear_of, stacked
 from shardwise.checkpoint.foreign.megatron_optimizer import group_of_megatron, is_decayed
 from shardwise.checkpoint.outputs import Outputs
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, saved_tensor
 from shardwise.checkpoint.training_state import groups_of_torch
@@ -131,7 +132,7 @@ def _updates(outputs: Outputs, store: Store | None, counts: Sequence[Piece]) -> 
     """How often the parameters were updated: Megatron has one number for all. Raises CheckpointError for several."""
     if store is None or not counts:
         return None
-    read = {float(each) for part in outputs.reader(store).read(counts) for each in part}
+    read = {float(each) for part in outputs.reader(DataFiles(store)).read(counts) for each in part}
     if len(read) > 1 or not all(each.is_integer() for each in read):
         raise CheckpointError(
             f"parameters were updated {' and '.join(f'{each:g}' for each in sorted(read))} times, and Megatron has one "

@@ -19,6 +19,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, with_degrees
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
@@ -33,7 +34,6 @@ from shardwise.checkpoint.rewrite_view import (
 )
 from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
-from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, targets_of_scales
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, agreed, json_as, understood_once
@@ -231,7 +231,7 @@ def without_place(view: RewriteView, wanted: Collection[str]) -> list[str]:
     ]
 
 
-def compare_numbers(channel: Channel, view: RewriteView, store: Store, readers: Collection[int]) -> int:
+def compare_numbers(channel: Channel, view: RewriteView, files: DataFiles, readers: Collection[int]) -> int:
     """Compare the stored numbers that the rewrite joins into one; returns the bytes that this rank has read.
 
     readers: the ranks that read, each a part of them. Raises CheckpointError, the same on all ranks, where numbers
@@ -242,7 +242,7 @@ def compare_numbers(channel: Channel, view: RewriteView, store: Store, readers: 
     return compare_in_turns(
         channel,
         readers,
-        lambda turn, turns: view.unequal(store, view.checked.agree[turn::turns]),
+        lambda turn, turns: view.unequal(files, view.checked.agree[turn::turns]),
         purpose="numbers that a rewrite makes one",
         about=f"{view.stored.location} does not fit the rewrite",
     )

@@ -24,8 +24,8 @@ import torch
 from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
-from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PaddingTarget, PieceReader, ReadTarget, padding_value, windows
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import PlanError, RewriteError, few_of
@@ -318,7 +318,7 @@ class RewriteView:
             else:
                 yield ReadTarget(each.piece, each.view(memory), dtypes)
 
-    def unequal(self, store: Store, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
+    def unequal(self, files: DataFiles, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
         """Findings about stored numbers that the rewrite joins into one, and the bytes that were read to find them.
 
         groups: some of `Checked.agree`. Raises CheckpointError for damage and for what cannot be read.
@@ -327,7 +327,7 @@ class RewriteView:
         tensors = [self.stored.tensors[name] for name in dict.fromkeys(chain.from_iterable(groups))]
         if lacking := [each.name for each in tensors if missing(each.pieces, each.whole)]:
             return [f"{name}: its element is in no file; the checkpoint is incomplete" for name in lacking], 0
-        reader = PieceReader(store, self.stored)
+        reader = PieceReader(files, self.stored)
         values: dict[str, Shown] = {}
         for window in windows((1, itemsize_bytes(each.dtype)) for each in tensors):
             wholes = [tensors[at].whole for at, _, _ in window]
