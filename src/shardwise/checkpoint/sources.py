@@ -1,6 +1,5 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -9,7 +8,8 @@ import xxhash
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
-from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
@@ -115,7 +115,7 @@ def _agree_on_contents(
         with agreed(channel, purpose="contents of the checkpoint") as agreement:
             if channel.rank == 0:
                 contents = read_contents(store, step=step)
-                agreement.value = _pack(contents) if channel.size > 1 else b""
+                agreement.value = pack_contents(contents) if channel.size > 1 else b""
         return contents or _understood(agreement.values, 0), frozenset(range(channel.size))
     refusal: ShardwiseError | None = None
     try:
@@ -137,7 +137,7 @@ def _agree_on_contents(
                 f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}. Choose one that "
                 "both see (step=..., or --resume PATH of one save), or remove the newer ones"
             )
-    text = b"" if contents is None or channel.rank != first else _pack(contents)
+    text = b"" if contents is None or channel.rank != first else pack_contents(contents)
     texts = channel.exchange(text, purpose="contents of the checkpoint")
     # The words of one rank for all, also where others know it under another path.
     return contents if contents is not None and channel.rank == first else _understood(texts, first), frozenset(seen)
@@ -152,7 +152,9 @@ def _sight_in(answer: bytes) -> tuple[str, str] | None:
 
 def _understood(texts: Sequence[bytes], rank: int) -> Contents:
     """What one rank has read."""
-    read = understood(texts, lambda each: _unpack(each) if each else None, purpose="contents of the checkpoint")[rank]
+    read = understood(
+        texts, lambda each: unpack_contents(each) if each else None, purpose="contents of the checkpoint"
+    )[rank]
     if read is None:
         raise PeerError(f"rank {rank} gave no contents of the checkpoint", rank=rank, operation="exchange")
     return read
@@ -160,36 +162,4 @@ def _understood(texts: Sequence[bytes], rank: int) -> Contents:
 
 def _digest(contents: Contents) -> str:
     """Equal for one checkpoint at any place."""
-    return str(xxhash.xxh3_128_hexdigest(_pack(replace(contents, location=""))))
-
-
-def _pack(contents: Contents) -> bytes:
-    """Contents as bytes, for ranks that do not read them themselves."""
-    files = list(contents.file_sizes)
-    tables = pack_tables(list(contents.tensors.values()), files)
-    head = {
-        "format": contents.format,
-        "location": contents.location,
-        "file_sizes": dict(contents.file_sizes),
-        "file_heads": {name: (size, sums.hex()) for name, (size, sums) in contents.file_heads.items()},
-        "block_bytes": contents.block_bytes,
-        "aliases": dict(contents.aliases),
-        "settings": dict(contents.settings),
-        "extra": dict(contents.extra),
-        "step": contents.step,
-        "layout": contents.layout,
-        "notes": list(contents.notes),
-        "left_state": contents.left_state,
-        "manifest": contents.manifest,
-        "tables": [table.decode() for table in tables],
-    }
-    return json.dumps(head).encode()
-
-
-def _unpack(data: bytes) -> Contents:
-    head = json.loads(data)
-    files = list(head["file_sizes"])
-    tables = [table.encode() for table in head.pop("tables")]
-    head["notes"] = tuple(head["notes"])
-    head["file_heads"] = {name: (size, bytes.fromhex(sums)) for name, (size, sums) in head["file_heads"].items()}
-    return Contents(**head, tensors=unpack_tables(tables, files, block_bytes=head["block_bytes"]))
+    return str(xxhash.xxh3_128_hexdigest(pack_contents(replace(contents, location=""))))
