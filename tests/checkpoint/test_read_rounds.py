@@ -268,3 +268,31 @@ def test_eight_requests_are_under_way_to_a_file_that_is_opened_once(tmp_path: Pa
         assert all(torch.equal(target[name], each) for name, each in state.items())
     header_too = way == "load foreign"
     assert sum(name.endswith(".safetensors") for name in store.opened) == 1 + header_too
+
+
+@pytest.mark.parametrize(("how", "most"), [(None, 3), ("columns", 4)])
+def test_few_exchanges_come_before_the_first_byte_of_data(how: Cut | None, most: int, tmp_path: Path) -> None:
+    save_large(tmp_path, "rows")
+    targets = shares(how, 2)
+
+    def run(channel: Channel) -> int:
+        purposes: list[str] = []
+        counts: list[int] = []
+
+        class Counted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(channel, name)
+
+            def exchange(self, value: bytes, *, purpose: str) -> Any:
+                purposes.append(purpose)
+                return channel.exchange(value, purpose=purpose)
+
+        def note(operation: Operation) -> None:
+            if operation.kind == "read_into" and operation.num_bytes >= 1 << 18:
+                counts.append(len(purposes))
+
+        counted: Any = Counted()
+        sw.load(Hooked(LocalStore(tmp_path), note), targets[channel.rank], channel=counted)
+        return counts[0]
+
+    assert set(sw.simulate(2, run)) == {most}

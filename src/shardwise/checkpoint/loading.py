@@ -9,6 +9,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
 from shardwise.comm.processes import channel_of, given_or_default
-from shardwise.errors import CheckpointError, DataError, MismatchError
+from shardwise.errors import CheckpointError, DataError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
@@ -166,7 +167,6 @@ def load(
     """
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel or channel_of(state), "a load") as used:
-        _agree_on_options(used, options, step, data)
         return _loaded(used, path, state, options, step, data, lambda contents: contents)
 
 
@@ -193,7 +193,8 @@ def _loaded(
     see: Callable[[Contents], Contents],
 ) -> Loaded:
     for attempt in range(1, ATTEMPTS + 1):
-        source = agree_on_source(used, path, step=step, shared=options.shared)
+        given = partial(_in_words, options, step, data)
+        source = agree_on_source(used, path, step=step, shared=options.shared, options=given)
         source = replace(source, contents=see(source.contents))
         try:
             # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
@@ -238,8 +239,8 @@ def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], sour
     return cursor
 
 
-def _agree_on_options(channel: Channel, options: _Options, step: int | None, data: SomeData | None) -> None:
-    """Raise CheckpointError for options that cannot be, and MismatchError, on all ranks, where ranks give different."""
+def _in_words(options: _Options, step: int | None, data: SomeData | None) -> str:
+    """What a call of `load` asks for, the same on all ranks. Raises CheckpointError for options that cannot be."""
     flags: dict[str, object] = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
     problems = [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
     if type(options.verify) is not bool and options.verify != "first":
@@ -247,19 +248,11 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None, dat
     if step is not None and type(step) is not int:
         problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
     problems += wrong_rewrite(options.rewrite)
+    if problems:
+        raise CheckpointError(*problems)
     flags["rewrite"] = None if options.rewrite is None else str(options.rewrite)
     given = f"step={step!r}, verify={options.verify!r}, " + ", ".join(f"{name}={flags[name]!r}" for name in flags)
-    given += "" if data is None else ", and data"
-    with agreed(channel, purpose="options of a load") as agreement:
-        if problems:
-            raise CheckpointError(*problems)
-        agreement.value = given.encode()
-    texts = agreement.values
-    if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
-        one, other = (each.decode(errors="replace") for each in (texts[0], texts[different[0]]))
-        raise MismatchError(
-            f"rank {different[0]} loads with {other}, but rank 0 with {one}; make the same call on all ranks"
-        )
+    return given + ("" if data is None else ", and data")
 
 
 def _was_removed(channel: Channel, source: Source) -> bool:

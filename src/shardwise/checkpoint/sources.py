@@ -15,7 +15,7 @@ from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, understood
-from shardwise.errors import CheckpointError, PeerError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, PeerError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
 T = TypeVar("T")
@@ -93,39 +93,59 @@ class Source:
     """The ranks that see its files."""
 
 
-def agree_on_source(channel: Channel, path: Address, *, step: int | None, shared: bool) -> Source:
+def agree_on_source(
+    channel: Channel, path: Address, *, step: int | None, shared: bool, options: Callable[[], str]
+) -> Source:
     """The checkpoint at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
-    find the checkpoint are its readers. Raises the same CheckpointError on all ranks when none does.
+    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks.
+    Raises the same error on all ranks: CheckpointError when none finds one, MismatchError for different options.
     """
-    with agreed(channel, purpose="address of the checkpoint"):
+    contents: Contents | None = None
+    refusal: ShardwiseError | None = None
+    purpose = "options of a load, and the checkpoint"
+    with agreed(channel, purpose=purpose, num_parts=2) as agreement:
+        given = options()
         store = store_of(path)
-    contents, readers = _agree_on_contents(channel, store, step=step, shared=shared)
+        # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also
+        # makes all see the same save, where a new one appears meanwhile.
+        if channel.rank == 0 or not shared:
+            try:
+                contents = read_contents(store, step=step)
+            except ShardwiseError as error:  # first the options are compared, and another rank may see the checkpoint
+                refusal = error
+        told = b""
+        if contents is not None and channel.size > 1:
+            told = pack_contents(contents) if shared else f"{_digest(contents)} {contents.location}".encode()
+        agreement.parts = [given.encode(), told]
+    texts, answers = agreement.of_parts or ([given.encode()], [told])
+    if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        one, other = (each.decode(errors="replace") for each in (texts[0], texts[different[0]]))
+        raise MismatchError(
+            f"rank {different[0]} loads with {other}, but rank 0 with {one}; make the same call on all ranks"
+        )
+    if channel.size == 1 or shared:
+        first, readers = 0, frozenset(range(channel.size))
+        if channel.size == 1 or not answers[0]:
+            with agreed(channel, purpose="verdict on the checkpoint"):
+                if refusal is not None:
+                    raise refusal
+    else:
+        first, readers = _readers(channel, understood(answers, _sight_in, purpose=purpose), refusal)
+        # The words of one rank for all, also where others know it under another path.
+        mine = b"" if contents is None or channel.rank != first else pack_contents(contents)
+        answers = channel.exchange(mine, purpose="contents of the checkpoint")
+    if contents is None or channel.rank != first:
+        contents = _understood(answers, first)
     return Source(store=store, contents=contents, readers=readers)
 
 
-def _agree_on_contents(
-    channel: Channel, store: Store, *, step: int | None, shared: bool
-) -> tuple[Contents, frozenset[int]]:
-    contents: Contents | None = None
-    # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also makes
-    # all see the same save, where a new one appears meanwhile.
-    if channel.size == 1 or shared:
-        with agreed(channel, purpose="contents of the checkpoint") as agreement:
-            if channel.rank == 0:
-                contents = read_contents(store, step=step)
-                agreement.value = pack_contents(contents) if channel.size > 1 else b""
-        return contents or _understood(agreement.values, 0), frozenset(range(channel.size))
-    refusal: ShardwiseError | None = None
-    try:
-        contents = read_contents(store, step=step)
-    except ShardwiseError as error:  # this rank goes on where another one sees the checkpoint
-        refusal = error
-    mine = "" if contents is None else f"{_digest(contents)} {contents.location}"
-    purpose = "which ranks see the checkpoint"
-    answers = understood(channel.exchange(mine.encode(), purpose=purpose), _sight_in, purpose=purpose)
-    seen = {rank: each for rank, each in enumerate(answers) if each is not None}
+def _readers(
+    channel: Channel, sights: Sequence[tuple[str, str] | None], refusal: ShardwiseError | None
+) -> tuple[int, frozenset[int]]:
+    """The first rank that sees the checkpoint, and all that do; each rank says a digest of it and where it is."""
+    seen = {rank: each for rank, each in enumerate(sights) if each is not None}
     if not seen and refusal is not None:
         with agreed(channel, purpose="verdict on the checkpoint"):
             raise refusal
@@ -137,10 +157,7 @@ def _agree_on_contents(
                 f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}. Choose one that "
                 "both see (step=..., or --resume PATH of one save), or remove the newer ones"
             )
-    text = b"" if contents is None or channel.rank != first else pack_contents(contents)
-    texts = channel.exchange(text, purpose="contents of the checkpoint")
-    # The words of one rank for all, also where others know it under another path.
-    return contents if contents is not None and channel.rank == first else _understood(texts, first), frozenset(seen)
+    return first, frozenset(seen)
 
 
 def _sight_in(answer: bytes) -> tuple[str, str] | None:
