@@ -26,6 +26,7 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.elements import with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
@@ -307,7 +308,9 @@ class _RoundTrip:
             for each in tensors
             if _quantised_to(checked, each)
         ]
-        different = compared(pairs, self.sent.reader(self.source).read, self.back.reader(self.store).read)
+        different = compared(
+            pairs, self.sent.reader(DataFiles(self.source)).read, self.back.reader(DataFiles(self.store)).read
+        )
         errors = {pairs[at][0].name: (each.max_difference, each.max_relative) for at, each in different.items()}
         return {piece.name: errors.get(piece.name, (0.0, 0.0)) for piece, _ in pairs}
 
@@ -425,7 +428,7 @@ def _digests(
 ) -> dict[str, str]:
     """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
     found = PassingDigests(outputs.tensors, changed)
-    reader = outputs.reader(store, digests=passing)
+    reader = outputs.reader(DataFiles(store), digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
             found.see(piece, elements)

@@ -15,9 +15,9 @@ import torch
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import gather_findings
-from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
@@ -77,7 +77,7 @@ def equal_unread(a: Contents, one: str, b: Contents, other: str) -> bool:
 class StoredPairs:
     """Tensors of one checkpoint that have to be equal, by their names."""
 
-    store: Store
+    files: DataFiles
     contents: Contents
     pairs: Sequence[tuple[str, str]]
     say: Callable[[int, Elements], str]
@@ -106,7 +106,7 @@ class StoredPairs:
         ]
         if lacking:
             return lacking, 0
-        reader = PieceReader(self.store, self.contents, None if self.view is None else self.view.read_targets)
+        reader = PieceReader(self.files, self.contents, None if self.view is None else self.view.read_targets)
         different = compared(list(pairs.values()), reader.read, reader.read, turn=turn, turns=turns)
         numbers = list(pairs)
         found: dict[str, str] = {}
@@ -139,7 +139,7 @@ class StoredPairs:
         return num_bytes
 
 
-def joined_numbers(store: Store, view: RewriteView, groups: Iterable[Sequence[str]]) -> StoredPairs:
+def joined_numbers(files: DataFiles, view: RewriteView, groups: Iterable[Sequence[str]]) -> StoredPairs:
     """Stored numbers that a rewrite joins into one. groups: some of `Checked.agree`."""
     members = [(group, other) for group in groups for other in group[1:]]
 
@@ -149,7 +149,7 @@ def joined_numbers(store: Store, view: RewriteView, groups: Iterable[Sequence[st
 
     pairs = [(group[0], other) for group, other in members]
     return StoredPairs(
-        store=store,
+        files=files,
         contents=view.stored,
         pairs=pairs,
         say=say,

@@ -66,7 +66,7 @@ class StoredTensor:
     """The dtype in which it is stored, by torch's name for it: "float32"."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
-    pieces: tuple[StoredPiece, ...]
+    pieces: Sequence[StoredPiece]
     """Disjoint; pieces without elements are left out."""
 
     @property

@@ -24,12 +24,11 @@ from shardwise.checkpoint.formats.registry import folder_planners
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.reading import GrowingBuffer
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.safetensors_files import FileFilling
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
 from shardwise.checkpoint.whole_folders import write_folder
-from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite.sections import uncollected
@@ -207,9 +206,9 @@ class Copying:
         self, store: Store, outputs: Outputs, progress: Progress, digests: PassingDigests | None = None
     ) -> None:
         self._outputs = outputs
-        # The two readers never read at the same time, and share what they read into. Their windows are apart.
-        batch = GrowingBuffer(BATCH_BYTES)  # windows are read one after the other
-        self._readers = tuple(outputs.reader(store, batch, digests=digests) for _ in range(2))
+        # The two readers never read at the same time, and share files and what they read into. Their windows are apart.
+        files = DataFiles(store)
+        self._readers = tuple(outputs.reader(files, digests=digests) for _ in range(2))
         self._progress = progress
         self._digests = digests
         # What is cut across its rows in the source passes by in order as an output, if it is only renamed.

@@ -22,6 +22,7 @@ from shardwise.checkpoint.formats.megatron.optimizer import group_of_megatron, i
 from shardwise.checkpoint.formats.optimizer_settings import groups_of_torch
 from shardwise.checkpoint.formats.torch_files.archive_writer import Archive, ArchiveFile, ArchiveFilling, saved_tensor
 from shardwise.checkpoint.outputs import Outputs
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.names import split_state_name
@@ -131,7 +132,7 @@ def _updates(outputs: Outputs, store: Store | None, counts: Sequence[Piece]) -> 
     """How often the parameters were updated: Megatron has one number for all. Raises CheckpointError for several."""
     if store is None or not counts:
         return None
-    read = {float(each) for part in outputs.reader(store).read(counts) for each in part}
+    read = {float(each) for part in outputs.reader(DataFiles(store)).read(counts) for each in part}
     if len(read) > 1 or not all(each.is_integer() for each in read):
         raise CheckpointError(
             f"parameters were updated {' and '.join(f'{each:g}' for each in sorted(read))} times, and Megatron has one "
