@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
-from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
+from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, place_in
 from shardwise.checkpoint.contents import Contents, is_model_name
 from shardwise.checkpoint.dcp_folders import METADATA
 from shardwise.checkpoint.huggingface_files import index_of, shards_of
@@ -198,7 +198,7 @@ def make_folder(
 def check_save(destination: Address) -> None:
     """Raise CheckpointError where no save can be made."""
     store = store_of(destination)
-    begin(store)
+    place_in(store)
     if isinstance(store, OneFile):
         raise CheckpointError(f"{os.fspath(str(destination))} is a file; name a folder to save to")
 

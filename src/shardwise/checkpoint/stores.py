@@ -14,7 +14,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -101,6 +101,13 @@ class Store(Protocol):
     Folders exist while they hold a file: they need no making, and go with their last file. All failures are OSError
     (FileNotFoundError, FileExistsError, PermissionError, ... with `strerror`) or EOFError. Names that could lead out of
     the folder raise ValueError.
+
+    A store may know a faster way. These are used where they are there, and are not needed:
+
+        folders() -> names of the folders directly in the store, by a listing that does not enter them
+        sizes(folder) -> bytes of every file below a folder by its name in the store, from one listing
+        delete_all(names) -> None; removes files, in any order, for good before anything that is deleted later
+        check_creation(name) -> None; raises OSError where a second `create` of one name succeeds. Nothing is left
     """
 
     @property
@@ -216,6 +223,34 @@ class OneFile:
     def _refusal(self, name: str) -> OSError:
         text = f"{self.name} is a file; name a folder to save to"
         return NotADirectoryError(errno.ENOTDIR, text, name)
+
+
+def delete_all(store: Store, names: Iterable[str]) -> None:
+    """Remove files, in any order; see `Store`."""
+    if (of_store := getattr(store, "delete_all", None)) is not None:
+        of_store(names)
+        return
+    for name in names:
+        store.delete(name)
+
+
+def sizes_of(store: Store, names: Collection[str], *, folder: str) -> dict[str, int | str]:
+    """How many bytes files below a folder have, or why they cannot be seen."""
+    if (listed := getattr(store, "sizes", None)) is not None:
+        try:
+            found = listed(folder.rstrip("/"))
+        except OSError as error:
+            return dict.fromkeys(names, reason(error))
+        return {name: found.get(name, os.strerror(errno.ENOENT)) for name in names}
+    seen: dict[str, int | str] = {}
+    for name in names:
+        try:
+            reader = store.open(name)
+            seen[name] = reader.size
+            reader.close()
+        except OSError as error:
+            seen[name] = reason(error)
+    return seen
 
 
 @contextlib.contextmanager
