@@ -237,7 +237,7 @@ def remove_save(store: Store, listing: Listing, number: int) -> None:
     store.delete(folder + MANIFEST)
     # The certificate is written by `convert` after the commit, so no manifest lists it.
     ours = [*_own(listing.files[number], number), folder + CERTIFICATE]
-    delete_all(store, (name for name in ours if name in listing.files[number] and name != folder + MANIFEST))
+    delete_all(store, [name for name in ours if name in listing.files[number] and name != folder + MANIFEST])
 
 
 def strays(store: Store, listing: Listing, number: int) -> list[str]:

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -225,7 +225,7 @@ class OneFile:
         return NotADirectoryError(errno.ENOTDIR, text, name)
 
 
-def delete_all(store: Store, names: Iterable[str]) -> None:
+def delete_all(store: Store, names: Sequence[str]) -> None:
     """Remove files, in any order; see `Store`."""
     if (of_store := getattr(store, "delete_all", None)) is not None:
         of_store(names)
