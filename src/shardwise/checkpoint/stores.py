@@ -7,7 +7,8 @@ A store is a folder of files. Saves need four acts of it, and only `create` has 
     create  save-00000007/manifest.json                     the commit: whole or absent, and one creator wins
     delete  save-00000006/manifest.json                     from here on save 6 is gone; its other files follow
 
-`LocalStore` and `FsspecStore` implement the protocol. Metadata is read through `OpenFile`, whose errors name the file.
+`LocalStore`, `ObjectStore` and `FsspecStore` implement the protocol. Metadata is read through `OpenFile`, whose errors
+name the file.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.objects import SCHEMES, ObjectStore, has_obstore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.errors import CheckpointError
 
@@ -149,7 +151,9 @@ Address: TypeAlias = str | os.PathLike[str] | Store
 def store_of(where: Address) -> Store:
     """The store of a path ("runs/a") or an address ("s3://bucket/runs/a"); a store is returned as it is."""
     if isinstance(where, str) and "://" in where:
-        return FsspecStore(where)
+        # First the client that is made for it; else what fsspec and its packages reach.
+        by_obstore = where.partition("://")[0] in SCHEMES and has_obstore()
+        return ObjectStore(where) if by_obstore else FsspecStore(where)
     if not isinstance(where, str | os.PathLike):
         # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
         if not hasattr(where, "names"):
