@@ -13,7 +13,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     export_hf        lost
     prune            remove old saves
     TorchState       a plain model with its optimizers, as a state
-    Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
+    Store            where bytes go: `LocalStore`, `ObjectStore`, `FsspecStore`, or your own
 """
 
 from importlib import import_module
@@ -30,6 +30,7 @@ from shardwise.checkpoint.import_export import export_hf, import_hf
 from shardwise.checkpoint.inspection import Catalogue, VerifyReport, open, verify, verify_all  # noqa: A004 - the promised name
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.objects import ObjectStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.replicas import Replicas
 from shardwise.checkpoint.saves import prune
@@ -58,6 +59,7 @@ __all__ = [
     "LoadReport",
     "Loaded",
     "LocalStore",
+    "ObjectStore",
     "Ordered",
     "Positioned",
     "Reader",

@@ -44,7 +44,7 @@ from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import Weights, check_arguments, check_weights
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
-from shardwise.checkpoint.whole_folders import check_folder
+from shardwise.checkpoint.whole_folders import check_folder, location_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
@@ -422,25 +422,31 @@ class Conversion:
         progress: Progress,
     ) -> ConvertReport:
         """Make a folder of another format. Raises CheckpointError."""
-        # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
-        # these.
+        # `finish` is called in the middle of the writing; what it makes comes back in this.
         certificates: list[Certificate] = []
-        added: dict[str, bytes] = {}
-        path = check_folder(destination)
+        folder = check_folder(destination)
+        dtype = main_dtype(self.outputs.tensors.values())
+        added = dict(files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised))
         plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
         digests = PassingDigests(self.outputs.contents.tensors) if certify else None
 
-        def finish(store: Store) -> None:
-            dtype = main_dtype(self.outputs.tensors.values())
-            for name, data in files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised):
-                store.create(name, data)
-                added[name] = data
-            if digests is not None:
-                certificates.append(self._certify(store, read_foreign(store), path, digests))
-                store.create(CERTIFICATE, certificates[0].pack())
+        def finish(store: Store) -> dict[str, bytes]:
+            if digests is None:
+                return {}
+            certificates.append(self._certify(store, read_foreign(store), location_of(folder), digests))
+            return {CERTIFICATE: certificates[0].pack()}
 
         self.outputs.check_agreement(self.store)
-        made = make_folder(self.store, self.outputs, path, plan, finish=finish, progress=progress, digests=digests)
+        made = make_folder(
+            self.store,
+            self.outputs,
+            folder,
+            plan,
+            beside=added,
+            finish=finish,
+            progress=progress,
+            digests=digests,
+        )
         missing = missing_files(added) if to == "hf" else ()
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)

@@ -9,7 +9,7 @@ the next is read and put together::
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
-from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
+from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, place_in
 from shardwise.checkpoint.contents import is_model_name
 from shardwise.checkpoint.formats.format import FilledFile, Filling, FolderPlan, FolderRequest
+from shardwise.checkpoint.formats.numbered_files import is_numbered
 from shardwise.checkpoint.formats.registry import folder_planners
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
@@ -28,9 +29,9 @@ from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.safetensors_files import FileFilling
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
-from shardwise.checkpoint.whole_folders import write_folder
+from shardwise.checkpoint.whole_folders import Folder, location_of, write_folder
 from shardwise.comm.local_tensors import bytes_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
@@ -108,35 +109,43 @@ def plan_folder(
 def make_folder(
     source: Store,
     outputs: Outputs,
-    path: str,
+    folder: Folder,
     plan: FolderPlan,
     *,
-    finish: Callable[[Store], None],
+    beside: Mapping[str, bytes],
+    finish: Callable[[Store], Mapping[str, bytes]],
     progress: Progress,
     digests: PassingDigests | None,
 ) -> WrittenCopy:
-    """Make a folder; `finish` adds others to its files, before it gets its name. digests: sees all that is read.
+    """Make a folder, and small files in it. finish: looks at all, and gives more. digests: sees all that is read.
 
     Raises CheckpointError; then nothing was made.
     """
+    if not isinstance(folder, str) and len(plan.files) > 1 and any(name.endswith(".index.json") for name in plan.last):
+        _check_numbered(plan.files, folder)
     copying = Copying(source, outputs, progress, digests)
 
     def fill(file: FilledFile, writer: Writer) -> None:
         copying.fill(file.pieces, plan.filling(file, writer))
 
-    def end(store: Store) -> None:
-        for name, data in plan.last.items():
-            store.create(name, data)
-        finish(store)
+    write_folder(folder, plan.files, fill, {**beside, **plan.last}, finish)
+    return WrittenCopy(location=location_of(folder), number=0, read_bytes=copying.read_bytes)
 
-    write_folder(path, plan.files, fill, end)
-    return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
+
+def _check_numbered(files: Iterable[str], store: Store) -> None:
+    """Raise CheckpointError where some files of a model, without its index, would be read as all of them."""
+    if others := [name for name in files if not is_numbered(name)]:
+        raise CheckpointError(
+            f"{few_of(others)} are files of a model without a number (model-00001-of-00002.safetensors), and are "
+            f"written one after the other to {store.location}: a conversion that is killed would leave what is read as "
+            "a whole. Leave out like (--like), or convert to a local folder and copy it"
+        )
 
 
 def check_save(destination: Address) -> None:
     """Raise CheckpointError where no save can be made."""
     store = store_of(destination)
-    begin(store)
+    place_in(store)
     if isinstance(store, OneFile):
         raise CheckpointError(f"{os.fspath(str(destination))} is a file; name a folder to save to")
 
