@@ -9,7 +9,7 @@ import errno
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -179,6 +179,14 @@ class FsspecStore:
         path = self._path(name)
         with contextlib.suppress(FileNotFoundError), translated(path):
             self._file_system.rm_file(path)
+
+    def delete_all(self, names: Sequence[str]) -> None:
+        """See `Store.delete_all`."""
+        if self._local is not None:
+            self._local.delete_all(names)
+            return
+        with ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="shardwise-request") as threads:
+            list(threads.map(self.delete, names))
 
     def _begin(self, path: str) -> Any:
         """A file object of fsspec for a new file, open for writing."""
