@@ -24,7 +24,7 @@ class S3Service:
         self._app = DomainDispatcherApplication(create_backend_app)
         self._deciding, self._counting = threading.Lock(), threading.Lock()
         self._server = make_server("127.0.0.1", 0, self, threaded=True)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=[0.01], daemon=True)
         self._thread.start()
         self.seconds = 0.0
         """How long each request waits."""

@@ -101,7 +101,7 @@ class FsspecStore:
         """See `Store.sizes`."""
         top = self._path(folder) if folder else self._root
         with translated(top):
-            self._file_system.invalidate_cache()
+            self._ask_anew()
             found = self._file_system.find(top, detail=True, **self._strictness(top))
         # Roots and paths differ in a leading "/" on some file systems; markers of folders end in one.
         prefix, skipped = f"{top.lstrip('/')}/".lstrip("/"), len(f"{self._root.lstrip('/')}/".lstrip("/"))
@@ -111,16 +111,18 @@ class FsspecStore:
     def folders(self) -> list[str]:
         """See `Store.folders`."""
         with translated(self._root):
-            self._file_system.invalidate_cache()
+            self._ask_anew()
             try:
                 found = self._file_system.ls(self._root, detail=True)
             except FileNotFoundError:
                 return []
         return [each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory"]
 
-    def open(self, name: str) -> "_RemoteReader":
+    def open(self, name: str) -> "RemoteReader":
         """Open a file for reading; raises FileNotFoundError. Its bytes are asked for by range."""
-        return _RemoteReader(self._file_system, self._path(name))
+        path = self._path(name)
+        self._ask_anew()
+        return RemoteReader(self._file_system, path)
 
     def write(self, name: str, *, num_bytes: int) -> "LocalWriter | RemoteWriter":
         """Begin a new file; raises FileExistsError when the name is in use.
@@ -197,12 +199,16 @@ class FsspecStore:
 
     def _refuse_existing(self, path: str) -> None:
         """Raise FileExistsError when there is a file, whatever a cache believes."""
-        self._file_system.invalidate_cache()
+        self._ask_anew()
         try:
             self._file_system.info(path)  # `exists` takes every failure for a no
         except FileNotFoundError:
             return
         raise FileExistsError(path)
+
+    def _ask_anew(self) -> None:
+        """Let no listing of before answer."""
+        self._file_system.invalidate_cache()
 
     def _in_folder(self, path: str, act: Callable[[], Any]) -> Any:
         """Do it; where folders are real and this one is missing, make it first."""
@@ -233,16 +239,17 @@ class FsspecStore:
         return f"{self._root}/{checked_name(name)}" if self._root else checked_name(name)
 
 
-class _RemoteReader:
+class RemoteReader:
     """One file, read by ranges."""
 
-    __slots__ = ("_file_system", "_path", "size")
+    __slots__ = ("_file_system", "_path", "options", "size")
 
     def __init__(self, file_system: Any, path: str) -> None:
+        self.options: dict[str, Any] = {}
+        """For each of its reads."""
         self._file_system = file_system
         self._path = path
         with translated(path):
-            file_system.invalidate_cache()
             # Object stores open nothing: a missing file shall fail here as it does on a disk, not at the first read.
             facts = file_system.info(path)
             if facts["type"] == "directory":
@@ -256,7 +263,7 @@ class _RemoteReader:
 
     def _get(self, start: int, stop: int) -> bytes:
         with translated(self._path):
-            data: bytes = self._file_system.cat_file(self._path, start=start, end=stop)
+            data: bytes = self._file_system.cat_file(self._path, start=start, end=stop, **self.options)
             return data
 
     def close(self) -> None:

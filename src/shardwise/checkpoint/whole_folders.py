@@ -79,8 +79,10 @@ def write_folder(
     fill: writes the bytes of a file. small: others, which come after these and in their order; the last of them is the
     one without which nothing is a checkpoint. finish: looks at all of them, and gives more.
     """
-    write = _write_in_one_act if isinstance(folder, str) else _write_in_order
-    write(folder, files, fill, small, finish)  # type: ignore[operator]
+    if isinstance(folder, str):
+        _write_in_one_act(folder, files, fill, small, finish)
+    else:
+        _write_in_order(folder, files, fill, small, finish)
 
 
 def _write_in_order(
@@ -100,11 +102,10 @@ def _write_in_order(
             with _making(store.location, name), store.write(name, num_bytes=file.num_bytes) as writer:
                 large.append(name)
                 fill(file, writer)
-        for more in (lambda: small, lambda: finish(store)):
-            for name, data in more().items():
-                with _making(store.location, name):
-                    store.create(name, data)
-                others.append(name)
+        for name, data in _in_order(small, finish, store):
+            with _making(store.location, name):
+                store.create(name, data)
+            others.append(name)
     except BaseException:
         with contextlib.suppress(OSError):
             # The last one first, so that at no instant a reader takes a part for the whole.
@@ -112,6 +113,13 @@ def _write_in_order(
                 store.delete(name)
             delete_all(store, large)
         raise
+
+
+def _in_order(
+    small: Mapping[str, bytes], finish: Callable[[Store], Mapping[str, bytes]], store: Store
+) -> Iterator[tuple[str, bytes]]:
+    yield from small.items()
+    yield from finish(store).items()
 
 
 def _write_in_one_act(
@@ -143,9 +151,8 @@ def _write_in_one_act(
         with _making(path, ""):
             for each in (each for each in files if "/" not in each):
                 os.rename(f"{temporary}/{each}{_PART}", f"{temporary}/{each}")
-            for more in (lambda: small, lambda: finish(store)):
-                for each, data in more().items():
-                    store.create(each, data)
+            for each, data in _in_order(small, finish, store):
+                store.create(each, data)
             sync_folder(temporary)
         with _making(path, ""):
             os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
