@@ -46,7 +46,7 @@ def test_long_reads_and_writes_have_many_requests_under_way(service: S3Service) 
     assert service.most_in_flight >= 6
     service.forget()
     assert read(store, "file") == data
-    assert Counter(service.requests) == {"HEAD": 1, "GET": 8}
+    assert Counter(service.requests) == {"GET": 1 + 8}
     assert service.most_in_flight == 8
 
 
@@ -69,8 +69,8 @@ def test_a_save_asks_little_of_the_service(service: S3Service) -> None:
             saver.save(state, step=step)
             saver.wait()
     # Lists of the store, of its folders, and twice of the files of this save. The manifest of the old save is read once
-    # and ours twice, each after a look; a look before each of three files is made. The old save goes in two deletions.
-    assert Counter(service.requests) == {"GET": 4 + 3, "HEAD": 3 + 3, "PUT": 3, "POST": 2}
+    # and ours twice; a look before each of three files is made. The old save goes in two deletions.
+    assert Counter(service.requests) == {"GET": 4 + 3, "HEAD": 3, "PUT": 3, "POST": 2}
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     sw.load(address, target)
     assert torch.equal(target["w"], state["w"])

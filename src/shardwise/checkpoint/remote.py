@@ -42,8 +42,10 @@ _NUMBERS = {
     "NotSupportedError": errno.EOPNOTSUPP,
 }
 """Of obstore's own classes, by name: it may not be installed."""
-_OF_OBJECT, _DEBUG = "Object at location", "\n\nDebug source:"
-"""In its words: what says a path only, and where the state of the client begins."""
+_OF_OBJECT = re.compile("Object at location (?!.*<Code>(NoSuchBucket|ContainerNotFound))", re.DOTALL)
+"""In its words: what says a path only."""
+_DEBUG = "\n\nDebug source:"
+"""In its words: where the state of the client begins."""
 _ANSWER = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 """In the answer of a service, which it quotes whole."""
 
@@ -387,12 +389,12 @@ def _as_os_error(error: Exception, path: str) -> OSError:
     number = next((number for kind, number in _KINDS.items() if isinstance(error, kind)), None)
     number = number or _NUMBERS.get(type(error).__name__, errno.EIO)
     text = str(error).partition(_DEBUG)[0]
-    if found := _ANSWER.search(text):
-        text = f"{found[1]}: {found[2]}"
     # Then the text says the path only: the words of the operating system say more.
-    bare = text in ("", path, path.lstrip("/"), f"/{path}") or text.startswith(_OF_OBJECT)
+    bare = text in ("", path, path.lstrip("/"), f"/{path}") or _OF_OBJECT.match(text)
     if number != errno.EIO and bare:
         return OSError(number, os.strerror(number), path)
+    if found := _ANSWER.search(text):
+        text = f"{found[1]}: {found[2]}"
     return OSError(number, f"{type(error).__name__}: {text}", path)
 
 
