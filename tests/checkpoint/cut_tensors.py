@@ -8,6 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint import Address
 from shardwise.space import Piece
 from tests.checkpoint.small_states import share_of_state
 
@@ -47,7 +48,7 @@ def save_sharded(path: Path, state: Tensors, size: int = 3, **arguments: Any) ->
     return path
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+def tensors_of(path: Address) -> dict[str, torch.Tensor]:
     """Every tensor of the newest save, or of another format."""
     catalogue = checkpoint.open(path)
     return {name: catalogue.read(name) for name in catalogue.tensors}

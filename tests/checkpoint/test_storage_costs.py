@@ -5,12 +5,15 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore, convert
+from shardwise.checkpoint import AsyncSaver, LocalStore, convert, safetensors_files, saving
+from shardwise.checkpoint.state_pieces import Held
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Hooked, Operation
@@ -131,3 +134,32 @@ def test_a_folder_of_another_format_is_durable_with_the_folders_that_lead_to_it(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
         convert(tmp_path / "saves", tmp_path / "x/y/other", to="hf")
+
+
+def test_what_comes_from_a_device_is_written_while_the_next_part_is_copied(
+    fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, given = threading.Semaphore(0), saving.row_major_bytes
+
+    def watched(*arguments: Any, **more: Any) -> Iterator[torch.Tensor]:
+        for chunk in given(*arguments, **more):
+            copied.release()
+            yield chunk
+
+    written: list[bytes] = []
+
+    class Waiting:
+        """Writes a part when the one after it has been copied."""
+
+        def write(self, data: memoryview) -> None:
+            for _ in range(1 if written else 2):
+                assert len(written) == 9 or copied.acquire(timeout=60)
+            written.append(bytes(data))
+
+    monkeypatch.setattr(saving, "row_major_bytes", watched)
+    monkeypatch.setattr(safetensors_files, "_BOUNCE_BYTES", 64)
+    values = torch.arange(160, dtype=torch.float32)
+    whole = sw.Piece(name="w", dtype="float32", global_shape=(160,))
+    saving.write_pieces([whole], Held(tensors={whole: values.to(fake)}), Waiting())
+    assert len(written) == 10
+    assert b"".join(written) == values.numpy().tobytes()

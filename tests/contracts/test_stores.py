@@ -3,6 +3,7 @@
 import builtins
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import obstore.store
 import pytest
 import torch
 from fsspec import AbstractFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+import shardwise
 import shardwise as sw
 from shardwise.checkpoint import AsyncSaver
 from shardwise.checkpoint.keeper_store import KeeperStore
@@ -26,6 +28,8 @@ from shardwise.errors import CheckpointError
 from shardwise.keepers.keeper_host import OwnKeeper, socket_name
 from shardwise.testing.stores import CASES, Case, content, put, read
 from tests.contracts.object_file_system import ObjectFileSystem
+
+SOURCE = Path(shardwise.__file__).parent
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -226,6 +230,20 @@ def test_whether_a_service_decides_is_asked_once_and_leaves_nothing(
     assert puts == [b"first", b"second", *manifests]
     assert len(manifests) == 3
     assert not [name for name in store.names() if "report" in name]
+
+
+def test_private_names_of_fsspec_stand_in_one_file_and_do_what_they_are_used_for() -> None:
+    private = re.compile(r"_strip_protocol|MemoryFile\b|\.async_impl|fsspec\.implementations")
+    found = {path.name for path in SOURCE.rglob("*.py") if private.search(path.read_text(encoding="utf-8"))}
+    assert found == {"remote.py"}
+    file_system = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    path = file_system._strip_protocol("memory://a/b")
+    file = MemoryFile(file_system, path, b"x")
+    file.write(b"y")
+    assert (path, file.path, file_system.store) == ("/a/b", "/a/b", {}), "it is not seen before its commit"
+    file.commit()
+    assert file_system.store.setdefault("/a/b", None) is file
+    assert (file_system.cat_file("/a/b"), file_system.async_impl) == (b"y", False)
 
 
 def test_a_missing_bucket_is_not_made(

@@ -400,7 +400,7 @@ class _SaveTask(threading.Thread):
         """What the other ranks have left, in rank order."""
         awaited = self._awaited()
         # One listing for all: on an object store a request per rank and pause would be many.
-        while missing := set(awaited) - self._names():
+        while missing := set(awaited) - (self._names() if awaited else set()):
             if not again():
                 late = f"{self._timeout_seconds:g} s have passed"
                 why = "training stopped or a rank failed" if self._given_up.is_set() else late

@@ -135,7 +135,8 @@ def convert(
         copies. "dcp": a folder that `torch.distributed.checkpoint` loads into {"model": ..., "optim": ...} of its
         `get_state_dict`, flattened or not. "torchtitan": the same under torchtitan's names. "deepspeed-universal": a
         universal checkpoint, which DeepSpeed loads with `load_universal` under ZeRO of any stage. "megatron": a folder
-        that `dist_checkpointing` of megatron-core loads, of what has Megatron's names.
+        that `dist_checkpointing` of megatron-core loads, of what has Megatron's names. In an object store the files of
+        such a folder come one after the other, and last the one without which no program takes them.
     rewrite: its outputs are written. The save records it, so that the inverse knows shapes and dtypes: give
         `rewrite.inverse()` to go back. Parameters that it was not given come from `config.json`.
     config: a folder with `config.json` and the files of a tokenizer, or a configuration file. They go before what the

@@ -1,10 +1,12 @@
 """ObjectStore: S3, GCS and Azure by obstore, whose compiled client repeats what fails and has many requests under way.
 
-open       HEAD                          the size is known, and a missing file fails here
-read_into  GETs of ranges, side by side  a large range is cut
-write      PUT, or a multipart upload    parts go up while the next ones are put together; it appears at its end
-create     HEAD, PUT If-None-Match: *    the service decides who is first
-names      LIST                          nothing is kept between two listings
+    open       GET of the first 64 KiB         the size comes with it; a manifest or a header takes one request
+    read_into  GETs of ranges, side by side    a large range is cut
+    write      PUT, or a multipart upload      parts go up while the next ones are put together
+    create     HEAD, PUT If-None-Match: *      the service decides who is first
+    names      LIST                            nothing is kept between two listings
+
+A file is seen when it is whole.
 """
 
 import contextlib
@@ -28,6 +30,9 @@ from shardwise.errors import CheckpointError
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Of addresses that obstore knows, and in which a service decides who is first."""
+
+_FIRST_BYTES = 64 << 10
+"""Asked for when a file is opened: they take as long as its size alone."""
 
 _MOST_PARTS = 9_000
 """Of an upload. S3 takes 10,000, so that those of very large files are larger."""
@@ -79,9 +84,7 @@ class ObjectStore:
 
     def open(self, name: str) -> "_ObjectReader":
         """Open a file for reading; raises FileNotFoundError. Its bytes are asked for by range."""
-        path = checked_name(name)
-        with translated(self._place(name)):
-            return _ObjectReader(self._client, path, self._place(name), self._client.head(path)["size"])
+        return _ObjectReader(self._client, checked_name(name), self._place(name))
 
     def write(self, name: str, *, num_bytes: int) -> RemoteWriter:
         """Begin a new file, which appears when the context ends; raises FileExistsError when the name is in use.
@@ -173,18 +176,31 @@ class _Upload:
 class _ObjectReader:
     """One file, read by ranges."""
 
-    __slots__ = ("_client", "_path", "_place", "size")
+    __slots__ = ("_client", "_first", "_path", "_place", "size")
 
-    def __init__(self, client: Any, path: str, place: str, size: int) -> None:
+    def __init__(self, client: Any, path: str, place: str) -> None:
         self._client = client
         self._path = path
         self._place = place
-        self.size = size
+        with translated(place):
+            try:
+                found = client.get(path, options={"range": (0, _FIRST_BYTES)})
+                meta, self._first = found.meta, memoryview(found.bytes())
+            except FileNotFoundError:
+                raise
+            except Exception:  # an empty file has no such range
+                meta, self._first = client.head(path), memoryview(b"")
+                if meta["size"]:
+                    raise
+        self.size: int = meta["size"]
         """Bytes of the file when it was opened."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
-        fill_by_requests(self._place, self.size, buffer, start, self._get)
+        if buffer.nbytes and start + buffer.nbytes <= len(self._first):
+            buffer.cast("B")[:] = self._first[start : start + buffer.nbytes]
+        else:
+            fill_by_requests(self._place, self.size, buffer, start, self._get)
 
     def close(self) -> None:
         """Nothing is held: every read is a separate request."""

@@ -9,7 +9,7 @@ import errno
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -42,8 +42,10 @@ _NUMBERS = {
     "NotSupportedError": errno.EOPNOTSUPP,
 }
 """Of obstore's own classes, by name: it may not be installed."""
-_OF_OBJECT, _DEBUG = "Object at location", "\n\nDebug source:"
-"""In its words: what says a path only, and where the state of the client begins."""
+_OF_OBJECT = re.compile("Object at location (?!.*<Code>(NoSuchBucket|ContainerNotFound))", re.DOTALL)
+"""In its words: what says a path only."""
+_DEBUG = "\n\nDebug source:"
+"""In its words: where the state of the client begins."""
 _ANSWER = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 """In the answer of a service, which it quotes whole."""
 
@@ -101,7 +103,7 @@ class FsspecStore:
         """See `Store.sizes`."""
         top = self._path(folder) if folder else self._root
         with translated(top):
-            self._file_system.invalidate_cache()
+            self._ask_anew()
             found = self._file_system.find(top, detail=True, **self._strictness(top))
         # Roots and paths differ in a leading "/" on some file systems; markers of folders end in one.
         prefix, skipped = f"{top.lstrip('/')}/".lstrip("/"), len(f"{self._root.lstrip('/')}/".lstrip("/"))
@@ -111,16 +113,18 @@ class FsspecStore:
     def folders(self) -> list[str]:
         """See `Store.folders`."""
         with translated(self._root):
-            self._file_system.invalidate_cache()
+            self._ask_anew()
             try:
                 found = self._file_system.ls(self._root, detail=True)
             except FileNotFoundError:
                 return []
         return [each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory"]
 
-    def open(self, name: str) -> "_RemoteReader":
+    def open(self, name: str) -> "RemoteReader":
         """Open a file for reading; raises FileNotFoundError. Its bytes are asked for by range."""
-        return _RemoteReader(self._file_system, self._path(name))
+        path = self._path(name)
+        self._ask_anew()
+        return RemoteReader(self._file_system, path)
 
     def write(self, name: str, *, num_bytes: int) -> "LocalWriter | RemoteWriter":
         """Begin a new file; raises FileExistsError when the name is in use.
@@ -180,6 +184,14 @@ class FsspecStore:
         with contextlib.suppress(FileNotFoundError), translated(path):
             self._file_system.rm_file(path)
 
+    def delete_all(self, names: Sequence[str]) -> None:
+        """See `Store.delete_all`."""
+        if self._local is not None:
+            self._local.delete_all(names)
+            return
+        with ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="shardwise-request") as threads:
+            list(threads.map(self.delete, names))
+
     def _begin(self, path: str) -> Any:
         """A file object of fsspec for a new file, open for writing."""
         self._refuse_existing(path)
@@ -189,12 +201,16 @@ class FsspecStore:
 
     def _refuse_existing(self, path: str) -> None:
         """Raise FileExistsError when there is a file, whatever a cache believes."""
-        self._file_system.invalidate_cache()
+        self._ask_anew()
         try:
             self._file_system.info(path)  # `exists` takes every failure for a no
         except FileNotFoundError:
             return
         raise FileExistsError(path)
+
+    def _ask_anew(self) -> None:
+        """Let no listing of before answer."""
+        self._file_system.invalidate_cache()
 
     def _in_folder(self, path: str, act: Callable[[], Any]) -> Any:
         """Do it; where folders are real and this one is missing, make it first."""
@@ -225,16 +241,17 @@ class FsspecStore:
         return f"{self._root}/{checked_name(name)}" if self._root else checked_name(name)
 
 
-class _RemoteReader:
+class RemoteReader:
     """One file, read by ranges."""
 
-    __slots__ = ("_file_system", "_path", "size")
+    __slots__ = ("_file_system", "_path", "options", "size")
 
     def __init__(self, file_system: Any, path: str) -> None:
+        self.options: dict[str, Any] = {}
+        """For each of its reads."""
         self._file_system = file_system
         self._path = path
         with translated(path):
-            file_system.invalidate_cache()
             # Object stores open nothing: a missing file shall fail here as it does on a disk, not at the first read.
             facts = file_system.info(path)
             if facts["type"] == "directory":
@@ -248,7 +265,7 @@ class _RemoteReader:
 
     def _get(self, start: int, stop: int) -> bytes:
         with translated(self._path):
-            data: bytes = self._file_system.cat_file(self._path, start=start, end=stop)
+            data: bytes = self._file_system.cat_file(self._path, start=start, end=stop, **self.options)
             return data
 
     def close(self) -> None:
@@ -372,12 +389,12 @@ def _as_os_error(error: Exception, path: str) -> OSError:
     number = next((number for kind, number in _KINDS.items() if isinstance(error, kind)), None)
     number = number or _NUMBERS.get(type(error).__name__, errno.EIO)
     text = str(error).partition(_DEBUG)[0]
-    if found := _ANSWER.search(text):
-        text = f"{found[1]}: {found[2]}"
     # Then the text says the path only: the words of the operating system say more.
-    bare = text in ("", path, path.lstrip("/"), f"/{path}") or text.startswith(_OF_OBJECT)
+    bare = text in ("", path, path.lstrip("/"), f"/{path}") or _OF_OBJECT.match(text)
     if number != errno.EIO and bare:
         return OSError(number, os.strerror(number), path)
+    if found := _ANSWER.search(text):
+        text = f"{found[1]}: {found[2]}"
     return OSError(number, f"{type(error).__name__}: {text}", path)
 
 

@@ -440,7 +440,7 @@ def row_major_bytes(
     """The elements of `piece`, a part of `held`, as flat bytes on a device: views where its memory has them so.
 
     dtypes: what they are cast to, one after the other. room: the CPU, or the device of the tensor.
-    The last chunk may be overwritten as soon as the next is asked for.
+    The last chunk may be overwritten as soon as the next is asked for; that of a device, when the one after that is.
     """
     # Conjugation and sign may be flags on the tensor, whose memory then has other values than it stands for.
     plain = tensor.resolve_conj().resolve_neg()
@@ -451,12 +451,14 @@ def row_major_bytes(
         return
     dtype = dtypes[-1] if dtypes else plain.dtype
     step = _BOUNCE_BYTES // max(dtype.itemsize, plain.element_size())
-    # A fixed amount, whatever the tensor: on another device, or strided, it is copied a part at a time.
-    bounce = torch.empty(min(step, stop - start), dtype=dtype, device=room)
+    # A fixed amount, whatever the tensor: on another device, or strided, it is copied a part at a time. Of a device one
+    # part comes while another is written.
+    num_bounces = 2 if plain.device != room and stop - start > step else 1
+    bounces = [torch.empty(min(step, stop - start), dtype=dtype, device=room) for _ in range(num_bounces)]
     first, last = piece.elements
-    for begin in range(first, last, step):
+    for turn, begin in enumerate(range(first, last, step)):
         part = held.within(begin, min(begin + step, last))
-        chunk = bounce[: part.num_elements]
+        chunk = bounces[turn % num_bounces][: part.num_elements]
         # A run of elements of a strided box is up to several boxes in memory.
         for move in moves(held, part):
             taken = part_of(plain, move.source, move.shape)

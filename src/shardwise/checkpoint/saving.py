@@ -6,9 +6,11 @@
 [4] commit     rank 0 creates the manifest, which is the save
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
@@ -365,13 +367,28 @@ def prepare(
 
 
 def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
-    """Fill a file with pieces out of the tensors that hold them, without a copy if they are in plain CPU memory."""
-    for piece in pieces:
-        holding = held.piece_with(piece)
-        # A chunk may be memory of the tensor itself, or a bounce buffer that the next chunk takes over: it is written
-        # before the next is asked for.
-        for chunk in row_major_bytes(piece, holding, held.tensors[holding], held.dtypes_of(holding)):
-            sink.write(bytes_of(chunk))
+    """Fill a file with pieces out of the tensors that hold them, without a copy if they are in plain CPU memory.
+
+    What comes from a device is hashed and written on a thread, while the next part is copied.
+    """
+    at_hand = all(tensor.device.type == "cpu" for tensor in held.tensors.values())
+    with contextlib.nullcontext() if at_hand else ThreadPoolExecutor(1, thread_name_prefix="shardwise-write") as thread:
+        writing: Future[None] | None = None
+        for piece in pieces:
+            holding = held.piece_with(piece)
+            # A chunk may be memory of the tensor itself, or a bounce buffer that is taken over: by the next chunk, or
+            # of a device by the one after it. It is written before that is asked for.
+            for chunk in row_major_bytes(piece, holding, held.tensors[holding], held.dtypes_of(holding)):
+                if thread is None:
+                    sink.write(bytes_of(chunk))
+                    continue
+                if writing is not None:
+                    writing.result()
+                writing = thread.submit(sink.write, bytes_of(chunk))
+                if held.tensors[holding].device.type == "cpu":
+                    writing.result()
+        if writing is not None:
+            writing.result()
 
 
 def _layout_in_words(settings: Mapping[str, Any], num_ranks: int) -> str:

@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
+from shardwise.checkpoint.hub import SCHEME as HUB
+from shardwise.checkpoint.hub import HubStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.objects import SCHEMES, ObjectStore, has_obstore
 from shardwise.checkpoint.remote import FsspecStore
@@ -149,11 +151,13 @@ Address: TypeAlias = str | os.PathLike[str] | Store
 
 
 def store_of(where: Address) -> Store:
-    """The store of a path ("runs/a") or an address ("s3://bucket/runs/a"); a store is returned as it is."""
+    """The store of a path ("runs/a") or an address ("s3://bucket/runs/a", "hf://owner/name"); a store stays itself."""
     if isinstance(where, str) and "://" in where:
+        scheme = where.partition("://")[0]
+        if scheme == HUB:
+            return HubStore(where)
         # First the client that is made for it; else what fsspec and its packages reach.
-        by_obstore = where.partition("://")[0] in SCHEMES and has_obstore()
-        return ObjectStore(where) if by_obstore else FsspecStore(where)
+        return ObjectStore(where) if scheme in SCHEMES and has_obstore() else FsspecStore(where)
     if not isinstance(where, str | os.PathLike):
         # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
         if not hasattr(where, "names"):

@@ -44,7 +44,8 @@ _USES = {
     "tokenizers": "tokenizers in configurations",
     "matplotlib": "loss curves and timelines as pictures",
     "tensorboard": "metrics for TensorBoard",
-    "fsspec": "checkpoints at addresses such as s3://",
+    "obstore": "checkpoints at addresses such as s3://, gs:// and az://",
+    "fsspec": "checkpoints at all other addresses",
 }
 """What the packages of our extras are for."""
 
