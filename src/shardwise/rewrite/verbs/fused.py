@@ -217,7 +217,7 @@ def _read(fused: ReadArgument, arguments: StatementArguments) -> Fused | None:
 
 
 def _sizes_of_three(arguments: StatementArguments) -> tuple[int, ...] | None:
-    """The sizes of query, key and value, where they are arguments."""
+    """The sizes of query, key and value, where they are given."""
     given = arguments.once.get("sizes")
     if given is None or given.value is None:
         return None
