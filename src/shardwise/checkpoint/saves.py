@@ -18,12 +18,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.foreign import no_checkpoint
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, refusals, store_of
+from shardwise.comm.digests import checksum
 from shardwise.errors import CheckpointError, few_of
 
 CERTIFICATE = "round-trip.json"

@@ -30,7 +30,7 @@ class Attribute:
     repeatable: bool = False
     """Whether it may be there several times."""
     owners: tuple[str, ...] = ()
-    """The words without which it says nothing. None: it says something by itself, or another rule looks at it."""
+    """The words without which it says nothing; (): it says something by itself, or another rule looks at it."""
     stray: str = ""
     """What is wrong with it, where none of these is given; empty: it says something about them."""
 
