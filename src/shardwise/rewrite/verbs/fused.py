@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shardwise.rewrite.verbs.arrange import arrange, fuse, unfuse
-from shardwise.rewrite.verbs.attributes import (
-    Attribute,
-    ReadArgument,
-    StatementArguments,
-    Verb,
-    integer,
-    listed,
-)
+from shardwise.rewrite.verbs.attributes import Attribute, ReadArgument, StatementArguments, Verb, integer, listed
 from shardwise.rewrite.verbs.operation import Degrees, Operation, OpsRefusal, Work
 
 

@@ -5,14 +5,7 @@ from dataclasses import dataclass
 
 from shardwise.rewrite.metas import KEPT_FILL, TensorMeta, holds_number, number_text
 from shardwise.rewrite.strided_views import ViewedTensor
-from shardwise.rewrite.verbs.attributes import (
-    Attribute,
-    ReadArgument,
-    StatementArguments,
-    Verb,
-    integers,
-    listed,
-)
+from shardwise.rewrite.verbs.attributes import Attribute, ReadArgument, StatementArguments, Verb, integers, listed
 from shardwise.rewrite.verbs.operation import Change, Fitted, OpsRefusal, unknown
 
 
