@@ -257,13 +257,12 @@ class _RoundTrip:
 
         known: those that need not be read. passing: sees what is read of the destination.
         """
-
-        def digests(store: Store, outputs: Outputs) -> dict[str, str]:
-            if outputs is self.back:
-                return _digests(store, outputs, passing=passing)
-            return _completed(known, lambda rest: _digests(store, rest), outputs)
-
-        return self._both(digests, self.sent, self.back)
+        # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
+        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
+            awaited = thread.submit(_completed, known, lambda rest: _digests(self.source, rest), self.sent)
+            found = _digests(self.store, self.back, passing)
+            there = awaited.result()
+        return there, {name: found[self._found(name)] for name in there if self._found(name) in found}
 
     def rows(
         self,
@@ -338,17 +337,6 @@ class _RoundTrip:
             # Only if all else is equal: a lost payload excuses no other difference.
             whys |= {name: why for name, why in casts.items() if name not in different}
         return whys
-
-    def _both(
-        self, digests: Callable[[Store, Outputs], dict[str, str]], sent: Outputs, back: Outputs
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """The digests of both sides, by the names of the source."""
-        # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
-        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
-            awaited = thread.submit(digests, self.source, sent)
-            found = digests(self.store, back)
-            there = awaited.result()
-        return there, {name: found[self._found(name)] for name in there if self._found(name) in found}
 
     def _found(self, name: str) -> str:
         """Under which name a tensor comes back."""
