@@ -10,7 +10,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.comm.agreement import agreed, compare, digest_of_values, understood
+from shardwise.comm.agreement import agreed, compare, understood
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.rank_values import RankValues
 from shardwise.errors import (
     BatchError,

@@ -5,16 +5,12 @@ from collections.abc import Iterator
 import xxhash
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES
+from shardwise.comm.digests import checksum
 
 
 def num_blocks(num_bytes: int, block_bytes: int) -> int:
     """How many blocks `num_bytes` bytes have; the last may be shorter."""
     return -(-num_bytes // block_bytes)
-
-
-def checksum(data: bytes | memoryview) -> bytes:
-    """xxh3_64 of `data`, in its canonical form (big-endian)."""
-    return bytes(xxhash.xxh3_64_digest(data))
 
 
 class BlockSums:

@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ import torch
 
 from shardwise.checkpoint.comparison import compared
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.elements import with_one_nan
+from shardwise.checkpoint.elements import Elements, with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles
@@ -36,6 +35,8 @@ from shardwise.rewrite.strided_views import scales_of
 from shardwise.rewrite.verbs.quantise import Rescaling
 
 _FORMAT = "shardwise round trip 1"
+
+_LOSSES = ("why", "max_error", "max_relative_error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,17 +147,8 @@ class Certificate:
             "proves": self.proves,
         }
         rows = [
-            {
-                "name": each.name,
-                "shape": each.shape,
-                "dtype": each.dtype,
-                "sha256": each.sha256,
-                "returned_sha256": each.returned_sha256,
-                "verdict": each.verdict,
-                **({"why": each.why} if each.why else {}),
-                **({} if each.max_error is None else {"max_error": each.max_error}),
-                **({} if each.max_relative_error is None else {"max_relative_error": each.max_relative_error}),
-            }
+            # What was lost is said of those tensors of which something was, and errors of those that were measured.
+            {key: value for key, value in asdict(each).items() if key not in _LOSSES or value not in ("", None)}
             for each in self.tensors
         ]
         tables = {"tensors": rows}
@@ -266,13 +258,12 @@ class _RoundTrip:
 
         known: those that need not be read. passing: sees what is read of the destination.
         """
-
-        def digests(store: Store, outputs: Outputs) -> dict[str, str]:
-            if outputs is self.back:
-                return _digests(store, outputs, passing=passing)
-            return _completed(known, lambda rest: _digests(store, rest), outputs)
-
-        return self._both(digests, self.sent, self.back)
+        # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
+        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
+            awaited = thread.submit(_completed, known, lambda rest: _digests(self.source, rest), self.sent)
+            found = _digests(self.store, self.back, passing)
+            there = awaited.result()
+        return there, {name: found[self._found(name)] for name in there if self._found(name) in found}
 
     def rows(
         self,
@@ -302,17 +293,25 @@ class _RoundTrip:
         checked = self.checked
         if checked is None or not checked.quantises:
             return {}
-        tensors = [self.sent.tensors[name] for name in names]
-        pairs = [
-            (each.whole, replace(each.whole, name=self._found(each.name)))
-            for each in tensors
-            if _quantised_to(checked, each)
-        ]
+        found = [name for name in names if _quantised_to(checked, self.sent.tensors[name])]
+        different = self._compared(found)
+        return {
+            name: (different[name].max_difference, different[name].max_relative) if name in different else (0.0, 0.0)
+            for name in found
+        }
+
+    def _compared(
+        self, names: Iterable[str], changed: Callable[[torch.Tensor], torch.Tensor] = lambda elements: elements
+    ) -> dict[str, Elements]:
+        """How some tensors, or what `changed` makes of their elements, differ from what came back of them."""
+        wholes = [self.sent.tensors[name].whole for name in names]
+        sent, back = self.sent.reader(DataFiles(self.source)), self.back.reader(DataFiles(self.store))
         different = compared(
-            pairs, self.sent.reader(DataFiles(self.source)).read, self.back.reader(DataFiles(self.store)).read
+            [(whole, replace(whole, name=self._found(whole.name))) for whole in wholes],
+            lambda pieces: list(map(changed, sent.read(pieces))),
+            lambda pieces: list(map(changed, back.read(pieces))),
         )
-        errors = {pairs[at][0].name: (each.max_difference, each.max_relative) for at, each in different.items()}
-        return {piece.name: errors.get(piece.name, (0.0, 0.0)) for piece, _ in pairs}
+        return {wholes[at].name: elements for at, elements in different.items()}
 
     def changes_kind(self, name: str) -> bool:
         """Whether a tensor comes back in another dtype or shape."""
@@ -335,35 +334,15 @@ class _RoundTrip:
             elif returns and not self.changes_kind(name) and (cast := _cast_of_nans(self.checked, tensor)):
                 casts[name] = f"the payload of NaNs (cast from {cast[0]} to {cast[1]})"
         if casts:
-            # As if there were one NaN only.
-            digests_of_values = partial(_digests, changed=with_one_nan)
-            digests, returned = self._both(
-                digests_of_values, self._only(self.sent, casts), self._only(self.back, casts)
-            )
+            different = self._compared(casts, lambda elements: torch.cat([*with_one_nan(elements)]))
             # Only if all else is equal: a lost payload excuses no other difference.
-            whys |= {name: why for name, why in casts.items() if digests[name] == returned[name]}
+            whys |= {name: why for name, why in casts.items() if name not in different}
         return whys
-
-    def _both(
-        self, digests: Callable[[Store, Outputs], dict[str, str]], sent: Outputs, back: Outputs
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """The digests of both sides, by the names of the source."""
-        # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
-        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
-            awaited = thread.submit(digests, self.source, sent)
-            found = digests(self.store, back)
-            there = awaited.result()
-        return there, {name: found[self._found(name)] for name in there if self._found(name) in found}
 
     def _found(self, name: str) -> str:
         """Under which name a tensor comes back."""
         # Of tied tensors one is stored, maybe under another of the names that the source has.
         return self.back.aliases.get(name, name)
-
-    def _only(self, outputs: Outputs, names: Collection[str]) -> Outputs:
-        """Outputs without those that are not, or do not make, tensors of these names."""
-        kept = {*names} if outputs is self.sent else {self._found(name) for name in names}
-        return replace(outputs, tensors={name: each for name, each in outputs.tensors.items() if name in kept})
 
 
 def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
@@ -420,14 +399,9 @@ def _completed(
     return {name: found[name] for name in outputs.tensors}
 
 
-def _digests(
-    store: Store,
-    outputs: Outputs,
-    changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda each: (each,),
-    passing: PassingDigests | None = None,
-) -> dict[str, str]:
-    """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
-    found = PassingDigests(outputs.tensors, changed)
+def _digests(store: Store, outputs: Outputs, passing: PassingDigests | None = None) -> dict[str, str]:
+    """sha256 of the elements of every output."""
+    found = PassingDigests(outputs.tensors)
     reader = outputs.reader(DataFiles(store), digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):

@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import Any
 
 from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
 from shardwise.checkpoint.formats.registry import format_of
 from shardwise.checkpoint.local import LocalStore
@@ -32,6 +31,7 @@ from shardwise.checkpoint.saves import Listing, clean_up, folder_of, listing_of,
 from shardwise.checkpoint.stores import Address, Store, reason, sizes_of, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, texts_in, understood
+from shardwise.comm.digests import checksum
 from shardwise.errors import CheckpointError, few_of
 from shardwise.moving.replica_samples import compare_samples
 

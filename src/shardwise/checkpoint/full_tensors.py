@@ -18,7 +18,6 @@ from itertools import zip_longest
 from typing import Literal
 
 import torch
-import xxhash
 
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
@@ -28,6 +27,7 @@ from shardwise.checkpoint.state_pieces import Held, hold
 from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, pieces_in_windows, windows
 from shardwise.comm import Channel
+from shardwise.comm.digests import checksum
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError, few_of
@@ -274,7 +274,7 @@ def _agree(
         held = hold(state) if optimizer else without_state(hold(state))
         request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
         if names is not None:
-            digest = xxhash.xxh3_64_hexdigest("\n".join(names).encode())
+            digest = checksum("\n".join(names).encode()).hex()
             request += f", {len(names)} names (digest {digest[:8]})"
         gathered.own = [request.encode(), *facts_of(state, held)]
     requests, pieces, packed = gathered.texts

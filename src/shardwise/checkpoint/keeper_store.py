@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.checkpoint.local import check_complete, check_not_longer, checked_name, cut_off
+from shardwise.checkpoint.local import check_complete, check_not_longer, checked_name, cut_off, naming
 from shardwise.keepers.keeper_host import KeeperAddress, answered, asked
 from shardwise.keepers.keeper_talk import receive_into, send_head
 
@@ -72,7 +72,7 @@ class KeeperStore:
         path, place = self._path(name), self._place(name)
         # All write to the same keeper first, so that it decides.
         for link in self._pair(0):
-            with _naming(place), link.talking() as connection:
+            with naming(place), link.talking() as connection:
                 asked(connection, do="write", name=path, bytes=len(data))
                 connection.sendall(data)
                 answered(connection)
@@ -245,19 +245,10 @@ class KeeperWriter:
 
     def _hear_all(self) -> None:
         for _, connection in self._connections:
-            with _naming(self._place):
+            with naming(self._place):
                 answered(connection)
 
     def _close(self) -> None:
         for link, connection in self._connections:
             link.close(connection)
         self._connections = []
-
-
-@contextlib.contextmanager
-def _naming(place: str) -> Iterator[None]:
-    """Name the file in what a keeper refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), place) from error

@@ -114,7 +114,7 @@ class LocalStore:
     def create(self, name: str, data: bytes) -> None:
         """Make a whole, durable file in one atomic act; raises FileExistsError, changing nothing, if there is one."""
         path = self._path(name)
-        with _about(path):
+        with naming(path):
             # Only saves the writing where the outcome is known: `_give_name` decides among several creators.
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -259,7 +259,7 @@ class LocalReader:
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
         num_read = 0
-        with _about(self._path):
+        with naming(self._path):
             while num_read < buffer.nbytes:
                 # One read returns 2 GiB at most (Linux), or less after a signal.
                 rest = buffer.cast("B")[num_read:]
@@ -291,7 +291,7 @@ class LocalWriter:
         self._folders: list[str] = []
 
     def __enter__(self) -> "LocalWriter":
-        with _about(self._path):
+        with naming(self._path):
             self._descriptor, self._folders = self._store.new_file(self._name)
             try:
                 # A full disk is found here, before the tensors are copied, and by the rank that it concerns.
@@ -304,7 +304,7 @@ class LocalWriter:
     def write(self, data: memoryview) -> None:
         """Append; raises ValueError beyond the announced size."""
         check_not_longer(self._path, self._num_bytes, self._num_written, data.nbytes)
-        with _about(self._path):
+        with naming(self._path):
             _write_all(self._descriptor, data)
         self._num_written += data.nbytes
         if self._num_written - self._num_begun >= _BEGIN_BYTES:
@@ -318,7 +318,7 @@ class LocalWriter:
             # What stops the program (KeyboardInterrupt, SystemExit) shall not wait for the disk.
             self._give_up(keep=not issubclass(kind, Exception))
             return
-        with _about(self._path):
+        with naming(self._path):
             try:
                 check_complete(self._path, self._num_bytes, self._num_written)
                 # close promises nothing about the disk, and rank 0 commits as
@@ -343,14 +343,14 @@ class LocalWriter:
 
 
 @contextlib.contextmanager
-def _about(path: str) -> Iterator[None]:
-    """Name the file in errors of calls that know a descriptor only."""
+def naming(place: str) -> Iterator[None]:
+    """Name the file in errors of calls that do not know it, but a descriptor or a connection."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), place) from error
 
 
 def make_folder(folder: str) -> list[str]:

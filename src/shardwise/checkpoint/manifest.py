@@ -22,12 +22,12 @@ from typing import Annotated, Any, Final, Literal, NotRequired, Self, TypeAlias
 
 import numpy as np
 import torch
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.checkpoint.numbered_state import notes_of
+from shardwise.comm.digests import checksum
 from shardwise.errors import CheckpointError, PlanError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
@@ -111,7 +111,7 @@ class Head(_ManifestEntry):
     def pack(self) -> bytes:
         """As the bytes of `manifest.json`."""
         text = json.dumps(self.model_dump(), indent=1).encode()
-        digits = xxhash.xxh3_64_hexdigest(text).encode()
+        digits = checksum(text).hex().encode()
         # As many digits as there were zeros, so no byte moves. The
         # first match is the field itself: it is dumped first.
         return text.replace(_NO_SUM.encode(), b"xxh3_64:" + digits, 1)
@@ -123,7 +123,7 @@ class Head(_ManifestEntry):
         if found is None:
             raise _damaged(location, "it does not hold its own checksum")
         zeroed = data[: found.start(1)] + b"0" * 16 + data[found.end(1) :]
-        if xxhash.xxh3_64_hexdigest(zeroed).encode() != found.group(1):
+        if checksum(zeroed).hex().encode() != found.group(1):
             raise _damaged(location, "its bytes do not have the checksum that it states")
         try:
             values = json.loads(data)

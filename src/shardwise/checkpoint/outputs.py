@@ -16,13 +16,7 @@ from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, kept_in, metas_of_contents
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import (
-    LARGE_WINDOW_BYTES,
-    WINDOW_BYTES,
-    PieceReader,
-    check_whole,
-    pieces_in_windows,
-)
+from shardwise.checkpoint.windows import LARGE_WINDOW_BYTES, WINDOW_BYTES, PieceReader, check_whole, pieces_in_windows
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.saved_settings import CONFIG

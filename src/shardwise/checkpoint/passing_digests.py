@@ -5,7 +5,7 @@ do those that come again. A tensor whose last byte was not reached has no digest
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -17,18 +17,10 @@ from shardwise.space.boxes import row_major_strides
 
 
 class PassingDigests:
-    """Takes the digests of tensors as far as it sees their blocks in order.
+    """Takes the digests of tensors as far as it sees their blocks in order."""
 
-    changed: the digests are of what this makes of elements, in parts.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, StoredTensor],
-        changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda elements: (elements,),
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = tensors
-        self._changed = changed
         self._sums = {name: hashlib.sha256() for name in tensors}
         self._seen = dict.fromkeys(tensors, 0)
         """Bytes of each tensor that its sum has."""
@@ -41,8 +33,7 @@ class PassingDigests:
         start += skipped
         seen, stop = self._seen[name], start + elements.numel() * elements.itemsize
         if start <= seen < stop:
-            for part in self._changed(elements[(seen - start) // elements.itemsize :]):
-                self._sums[name].update(bytes_of(part.view(torch.uint8)))
+            self._sums[name].update(bytes_of(elements.view(torch.uint8)[seen - start :]))
             self._seen[name] = stop
 
     @property

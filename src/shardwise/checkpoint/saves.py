@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
@@ -33,6 +32,7 @@ from shardwise.checkpoint.stores import (
     sizes_of,
     store_of,
 )
+from shardwise.comm.digests import checksum
 from shardwise.errors import CheckpointError, few_of
 
 CERTIFICATE = "round-trip.json"

@@ -18,7 +18,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import xxhash
 
 from shardwise.checkpoint.contents import model_name_of_master
 from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
@@ -38,6 +37,7 @@ from shardwise.checkpoint.stream_digests import (
 )
 from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed, json_as, understood
+from shardwise.comm.digests import digest_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.copies import fill, part_of
@@ -185,7 +185,7 @@ class _GivenStream:
     @property
     def digest(self) -> bytes:
         """Of all that the other ranks have to know."""
-        return xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_128_digest, self.texts)))
+        return digest_of(b"".join(map(digest_of, self.texts)))
 
 
 def _weights_of(restoration: Restoration) -> dict[Piece, torch.Tensor]:
@@ -276,7 +276,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     unwanted = {name for name, all_names in names.items() if wanted_names.isdisjoint(all_names)}
     in_order = dict.fromkeys([*known.order, *names])
     layouts = _StreamLayouts(
-        key=xxhash.xxh3_128_digest(b"".join(gathered.values)),
+        key=digest_of(b"".join(gathered.values)),
         digests=digests,
         facts=facts,
         shared=shared,
@@ -351,7 +351,7 @@ class _StreamCall:
             counts = mover.received_bytes + digest_bytes, sum(map(num_blocks_of, taken.values())), num_skipped
             skipped = self._arriving_bytes(each.delivery for batch in batches for each in batch)
             skipped -= self._arriving_bytes(each for batch in moving for each in batch)
-            digest = xxhash.xxh3_128_hexdigest(b"".join(taken[ends] for ends in sorted(taken)))
+            digest = digest_of(b"".join(taken[ends] for ends in sorted(taken))).hex()
             agreement.value = json.dumps([*counts, skipped, digest]).encode()
         counts_of = understood(agreement.values, json_as(_CERTIFICATE), purpose="certificate of a stream")
         ranks = list(zip(*counts_of, strict=True))
@@ -361,7 +361,7 @@ class _StreamCall:
             num_blocks=sum(ranks[1]),
             skipped_blocks=sum(ranks[2]),
             skipped_bytes=sum(ranks[3]),
-            digest=xxhash.xxh3_128_hexdigest("".join(ranks[4]).encode()),
+            digest=digest_of("".join(ranks[4]).encode()).hex(),
             casts=self.layouts.casts,
             unwanted=self.layouts.unwanted,
             _layouts=self.layouts,

@@ -18,13 +18,10 @@ from itertools import accumulate, chain, pairwise, repeat
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
-import torch
-import xxhash
-
 from shardwise import errors
 from shardwise.comm.channel import Channel
+from shardwise.comm.digests import digest_of
 from shardwise.comm.hosts import naming_hosts
-from shardwise.comm.local_tensors import bytes_of
 from shardwise.comm.rank_values import RankValues
 from shardwise.errors import (
     CheckpointError,
@@ -285,7 +282,7 @@ def where_unlike(
     """
     # Two steps: 16 bytes where all agree, which is nearly always; the values only where they have to be shown.
     value = json.dumps(mine).encode()
-    digests = channel.exchange(xxhash.xxh3_128_digest(value), purpose=f"digest of {subject}")
+    digests = channel.exchange(digest_of(value), purpose=f"digest of {subject}")
     if all(digests[rank] == digests[ranks[0]] for ranks in groups or [range(len(digests))] for rank in ranks):
         return None
     purpose = f"lines of {subject}"
@@ -304,13 +301,6 @@ def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) 
         f"{listed} and rank 0 were given different {subject}; first difference: rank 0 has "
         f"{_line(texts[0], position)}, rank {rank} has {_line(texts[rank], position)}. {hint}"
     )
-
-
-def digest_of_values(tensor: torch.Tensor) -> str:
-    """A short digest of the values of a tensor (xxh3 over its row-major bytes)."""
-    # Of the bytes, not of the values: NaNs and the sign of zero count.
-    flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(bytes_of(flat))
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:

@@ -21,7 +21,6 @@ needs nothing more from the sender.
 """
 
 import collections
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.channel import Signature
+from shardwise.comm.digests import number_of
 from shardwise.comm.frames import ASKS, BY_GLOO, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
 from shardwise.comm.gloo_pairs import GlooPair, GlooPairs
 from shardwise.comm.links import Payload, PeerLink
@@ -69,7 +69,7 @@ class Stamp:
     def of(cls, signature: Signature) -> "Stamp":
         """The stamp of a call; equal for the `send` and the `receive` that fit."""
         # Not `hash`: Python seeds it anew in every process.
-        digest = int.from_bytes(hashlib.blake2b(repr(signature.compared).encode(), digest_size=8).digest(), "little")
+        digest = number_of(repr(signature.compared))
         return cls(digest=digest, text=str(signature))
 
 

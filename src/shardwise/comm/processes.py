@@ -16,7 +16,6 @@ adds. So a rank sends and receives as many bytes as in a ring, in one step inste
 """
 
 import contextlib
-import hashlib
 import os
 import sys
 import weakref
@@ -44,6 +43,7 @@ from shardwise.comm.communicators import Communicators, maker
 from shardwise.comm.connections import connect
 from shardwise.comm.device_channel import DeviceChannel
 from shardwise.comm.devices import only_device
+from shardwise.comm.digests import number_of
 from shardwise.comm.frames import ChannelVerdict, different
 from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.hang_watch import QuietThread
@@ -192,7 +192,7 @@ def _end_in_words(error: BaseException | None = None) -> str:
 
 def _lane(members: tuple[int, ...], kind: str) -> int:
     """The name on the wire of one order of messages; the same on every member without asking."""
-    return int.from_bytes(hashlib.blake2b(f"{kind} {members}".encode(), digest_size=8).digest(), "little")
+    return number_of(f"{kind} {members}")
 
 
 class ProcessChannel:

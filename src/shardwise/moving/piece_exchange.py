@@ -20,10 +20,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-import xxhash
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, agreed, compare, json_as, of_form, texts_in, understood, understood_once
+from shardwise.comm.digests import digest_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
@@ -74,8 +74,8 @@ class Gathering:
         gathered = Gathered()
         with agreed(channel, purpose=f"digests of {self._purpose}") as agreement:
             yield gathered
-            own = {xxhash.xxh3_128_digest(text): text for text in gathered.own}
-            mine = [xxhash.xxh3_128_digest(text) for text in gathered.own]
+            own = {digest_of(text): text for text in gathered.own}
+            mine = [digest_of(text) for text in gathered.own]
             agreement.value = b"".join(mine) + gathered.value
         width = len(mine) * _DIGEST_BYTES
         digests = understood(
@@ -111,7 +111,7 @@ class Gathering:
 
 
 def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
-    return {xxhash.xxh3_128_digest(text.encode()): text.encode() for text in texts}
+    return {digest_of(text.encode()): text.encode() for text in texts}
 
 
 def merged_settings(texts: Sequence[Sequence[bytes]], *, purpose: str) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def agree_on_plan(
         plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
         _check_casts(plan, channel.device)
         text = plan.text()
-        agreement.value = xxhash.xxh3_128_digest(text.encode())
+        agreement.value = digest_of(text.encode())
         if replicas is not None and channel.size > 1:
             shared = shared_pieces(holders_by_tensor(held))
             agreement.value += samples_of(shared, channel.rank, replicas)()

@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
-import xxhash
 
+from shardwise.comm.digests import checksum
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError, PlanError, few_of
 from shardwise.moving.queued_copies import QueuedCopies
@@ -54,7 +54,7 @@ def samples_of(shared: SharedPieces, rank: int, tensors: Mapping[Piece, torch.Te
             mark.synchronize()
             ends = accumulate((len(sample) for _, sample in each), initial=0)
             for (piece, _), (start, stop) in zip(each, pairwise(ends), strict=True):
-                digests[piece] = xxhash.xxh3_64_digest(bytes_of(host[start:stop]))
+                digests[piece] = checksum(bytes_of(host[start:stop]))
         return b"".join(digests.values())
 
     return taken
@@ -111,8 +111,8 @@ def _digest(tensor: torch.Tensor) -> bytes:
         flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         elements = flat.numpy().view(f"V{tensor.element_size()}")
         is_large = len(elements) > _WHOLE
-        return xxhash.xxh3_64_digest((elements[_places(len(elements)).numpy()] if is_large else elements).tobytes())
-    return xxhash.xxh3_64_digest(bytes_of(_sample(tensor)))
+        return checksum((elements[_places(len(elements)).numpy()] if is_large else elements).tobytes())
+    return checksum(bytes_of(_sample(tensor)))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

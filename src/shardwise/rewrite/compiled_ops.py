@@ -13,7 +13,7 @@ Figure 1. `q, k -> qk, axis=0` for layers of equal shapes, from text to strided 
     StridedView     [0:2] of layers.0.q, [2:4] of layers.0.k                            when asked
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -21,9 +21,10 @@ from itertools import chain
 from shardwise.rewrite.metas import TensorMeta, keeps_values
 from shardwise.rewrite.strided_views import ViewedTensor
 from shardwise.rewrite.verbs.cast import Cast
-from shardwise.rewrite.verbs.operation import Cropped, Degrees, Each, Making, Operation, OpsRefusal, Step, Work
+from shardwise.rewrite.verbs.operation import Change, Degrees, Each, Making, Operation, OpsRefusal, Step, Work
 from shardwise.rewrite.verbs.permute import Permute
 from shardwise.rewrite.verbs.quantise import Rescaling
+from shardwise.rewrite.verbs.resize import Crop, Pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ class CompiledOps:
     steps: tuple[Step, ...]
     results: tuple[TensorMeta, ...]
     inverse: InverseOps = _NO_INVERSE
-    cropped: tuple[Cropped, ...] = ()
     making: Making | None = None
     _undoing: "dict[CompiledOps, bool]" = field(default_factory=dict, init=False, repr=False)
 
@@ -70,9 +70,20 @@ class CompiledOps:
         """Casts (from, to) that do not keep all values."""
         # One chain may narrow and widen again: float32 -> bfloat16 -> float32 ends in its dtype and has lost the
         # values. So each pair counts, not the two ends.
-        pairs = [zip(step.back, step.changes, strict=True) for step in self.steps if isinstance(step, Each)]
-        casts = [(old.to, new.to) for old, new in chain(*pairs) if isinstance(old, Cast) and isinstance(new, Cast)]
+        casts = [
+            (back.to, cast.to) for back, cast in self._changes if isinstance(back, Cast) and isinstance(cast, Cast)
+        ]
         return [(old, new) for old, new in dict.fromkeys(casts) if old and new and not keeps_values(old, new)]
+
+    @cached_property
+    def cropped(self) -> list[tuple[Pad, Crop]]:
+        """Crops, each with what undoes it."""
+        return [(back, crop) for back, crop in self._changes if isinstance(back, Pad) and isinstance(crop, Crop)]
+
+    @property
+    def _changes(self) -> Iterator[tuple[Change | None, Change | None]]:
+        """What undoes each change of a tensor, and the change."""
+        return chain(*(zip(step.back, step.changes, strict=True) for step in self.steps if isinstance(step, Each)))
 
     @cached_property
     def rescaling(self) -> Rescaling | None:
@@ -133,7 +144,7 @@ def compile_ops(
     # Without an operation that joins or splits there is one phase, and it belongs to the tensors that went in.
     after, before = (work.back, work.before) if work.before is not None else ([[]], work.back)
     inverse = InverseOps(tuple(map(tuple, after)), work.join_or_split, tuple(map(tuple, before)))
-    return CompiledOps(tuple(work.steps), tuple(work.metas), inverse, tuple(work.cropped), work.making)
+    return CompiledOps(tuple(work.steps), tuple(work.metas), inverse, work.making)
 
 
 def apply_steps(steps: Sequence[Step], values: Sequence[ViewedTensor]) -> list[ViewedTensor]:

@@ -242,10 +242,8 @@ class _Carrying:
         self._fused: Fused | None = None
         """The operation that lays tensors out for ranks."""
         self._applied = applied_instances
-        self._writings: list[Variable] = []
-        """What is written when all have read."""
-        self._writers: list[Expanded] = []
-        """Which instance writes each."""
+        self._writings: list[tuple[Variable, Expanded]] = []
+        """What is written when all have read, and which instance writes it."""
         self._wrong: dict[str, list[tuple[str, Expanded]]] = {}
         """Findings that are alike: messages and instances."""
 
@@ -287,8 +285,7 @@ class _Carrying:
             added += [Variable(each, None) for each in states]
             for variable in added:
                 variable.added = True
-                self._writings.append(variable)
-                self._writers.append(expanded)
+                self._writings.append((variable, expanded))
 
     def _take(self, expanded: Expanded, read: tuple[Variable, ...]) -> tuple[Degrees, tuple[Node, ...]]:
         """Carry the operations out on the tensors. Return the degrees that this needed, and what is made of them."""
@@ -382,13 +379,10 @@ class _Carrying:
         written = tuple([Variable(name, node) for name, node in zip(right, nodes, strict=True)])
         # Variables, not names: a name may be assigned again, and the way back has to know which one was meant.
         self._applied.append(AppliedInstance(read, written, ops, along))
-        self._writings += written
-        self._writers += [expanded] * len(written)
+        self._writings += [(variable, expanded) for variable in written]
 
     def _write_unknown(self, expanded: Expanded, right: Sequence[str]) -> None:
-        for name in right:
-            self._writings.append(Variable(name, None))
-            self._writers.append(expanded)
+        self._writings += [(Variable(name, None), expanded) for name in right]
 
     # Optimizer state
 
@@ -477,7 +471,7 @@ class _Carrying:
     def _write(self) -> None:
         environment, variables = self._evaluator.environment, self._variables
         written: dict[str, Expanded] = {}
-        for variable, expanded in zip(self._writings, self._writers, strict=True):
+        for variable, expanded in self._writings:
             name = variable.name
             before = variables.get(name)
             if before is not None:

@@ -343,11 +343,12 @@ def _changed(
                 if ops.rescaling is not None and variable is applied.left[0]:
                     what = "quantises" if ops.rescaling.quantises else "dequantises"
                     yield _Loss(statement, what, variable.name, f": {ANEW}"), True
-                for first in ops.cropped[:1]:
+                for back, crop in ops.cropped[:1]:
                     what = "no fill= says what the elements are that go, and the way back fills them with 0"
-                    if first.fill is not None:
-                        what = f"the way back fills them with {first.fill}, whatever the elements were"
-                    yield _Loss(statement, _CROPS, variable.name, f" from {first}: {what}"), first.fill is None
+                    if crop.fill is not None:
+                        what = f"the way back fills them with {crop.fill}, whatever the elements were"
+                    rest = f" from {list(back.sizes or ())} to {list(crop.sizes or ())}: {what}"
+                    yield _Loss(statement, _CROPS, variable.name, rest), crop.fill is None
 
 
 def _worded(losses: Iterable[_Loss]) -> tuple[str, ...]:

@@ -190,8 +190,8 @@ class Rewrite:
 
     @property
     def _canonical(self) -> tuple[object, ...]:
-        if not self._is_known:
-            return self._sections
+        if not self._is_known:  # what was written tells, whether a part of it can be read or not
+            return tuple([replace(each, parsed=None) for each in self._sections])
         return tuple([tuple([text_of(statement) for statement in section.effective]) for section in self._sections])
 
     # What is made of it

@@ -10,16 +10,7 @@ from typing import Final
 
 from lark import Token
 
-from shardwise.rewrite.statements import (
-    Faults,
-    Name,
-    NamePart,
-    Placeholder,
-    Rest,
-    Star,
-    Statement,
-    TextPlace,
-)
+from shardwise.rewrite.statements import Faults, Name, NamePart, Placeholder, Rest, Star, Statement, TextPlace
 from shardwise.rewrite.verbs.attributes import StatementNames
 from shardwise.rewrite.verbs.axis import Concat, Split
 from shardwise.rewrite.verbs.registry import WORDS

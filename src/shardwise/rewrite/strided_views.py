@@ -204,39 +204,6 @@ class ViewedTensor:
         view = StridedView(nowhere, shape, _FILL + fill, 0, nowhere, (self.dtype,))
         return ViewedTensor(shape, self.dtype, () if 0 in shape else (view,))
 
-    @staticmethod
-    def stack(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
-        """The tensors, of one shape, one after the other along a new dim."""
-        return ViewedTensor.concat([value._with_dim(axis) for value in values], axis)
-
-    def drop_dim(self, axis: int) -> "ViewedTensor":
-        """Without a dim of size 1."""
-
-        def without(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            return numbers[:axis] + numbers[axis + 1 :]
-
-        views = tuple(
-            [
-                view._replace(offset=without(view.offset), shape=without(view.shape), strides=without(view.strides))
-                for view in self.views
-            ]
-        )
-        return ViewedTensor(without(self.shape), self.dtype, views)
-
-    def _with_dim(self, axis: int) -> "ViewedTensor":
-        """With a new dim of size 1."""
-
-        def more(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:
-            return (*numbers[:axis], number, *numbers[axis:])
-
-        views = tuple(
-            [
-                view._replace(offset=more(view.offset, 0), shape=more(view.shape, 1), strides=more(view.strides, 0))
-                for view in self.views
-            ]
-        )
-        return ViewedTensor(more(self.shape, 1), self.dtype, views)
-
     def reshape(self, shape: tuple[int, ...]) -> "ViewedTensor":
         """The same row-major elements in another shape, which has as many."""
         if shape == self.shape:

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 import xxhash
 
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dense_parts, dtype_name, is_dense
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.forward.batches import Batch

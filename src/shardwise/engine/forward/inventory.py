@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
 from shardwise.engine.forward.parametrizations import see_parametrizations
 from shardwise.engine.parameter_kinds import AT_REST, Carried, ParameterKind, is_packed, is_shell, plain_class

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, digest_of_values, understood
+from shardwise.comm.agreement import a_table, understood
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.writes import Form, SeenTensor, form_of

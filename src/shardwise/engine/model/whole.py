@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, of_form, understood
+from shardwise.comm.agreement import a_table, aborting, agreed, of_form, understood
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.aside import kept_attributes
 from shardwise.engine.forward.batch_digests import digest_of_lines

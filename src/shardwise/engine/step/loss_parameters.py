@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import digest_of_values, json_as, understood
+from shardwise.comm.agreement import json_as, understood
 from shardwise.comm.collective_calls import CollectiveCalls
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss
 from shardwise.engine.forward.gradient_kinds import resolve

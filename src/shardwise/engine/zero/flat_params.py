@@ -27,7 +27,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.batch_digests import digest_of_lines
 from shardwise.engine.forward.counters import Counters

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.engine.forward.part_watch import PART, Held
 from shardwise.engine.forward.reads_between_steps import ONE_ROOT, carried_out
 from shardwise.engine.forward.sharded_parameters import functions_of_memory, functions_of_metadata

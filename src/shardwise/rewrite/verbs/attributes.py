@@ -30,19 +30,14 @@ class Attribute:
     repeatable: bool = False
     """Whether it may be there several times."""
     owners: tuple[str, ...] = ()
-    """The words without which it says nothing. None: it says something by itself, or another rule looks at it."""
-    stray_as: str = ""
-    """What it is, where none of these is given; empty: it says something about them."""
+    """The words without which it says nothing; (): it says something by itself, or another rule looks at it."""
+    stray: str = ""
+    """What is wrong with it, where none of these is given; empty: it says something about them."""
 
     @property
     def word(self) -> str:
         """As it is written."""
         return self.example.partition("=")[0]
-
-    @property
-    def stray(self) -> str:
-        """What is wrong with it where none of its owners is given."""
-        return self.stray_as or f"says something about {' or '.join(self.owners)}, which is not given"
 
     def value_of(self, text: str) -> Value:
         """The value that a text is, maybe in quotes. Raises ValueError."""

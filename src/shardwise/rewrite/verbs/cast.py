@@ -5,14 +5,7 @@ from dataclasses import dataclass
 
 from shardwise.rewrite.metas import TensorMeta, keeps_values
 from shardwise.rewrite.strided_views import ViewedTensor
-from shardwise.rewrite.verbs.attributes import (
-    Attribute,
-    ReadArgument,
-    StatementArguments,
-    Verb,
-    dtype,
-    written_dtype,
-)
+from shardwise.rewrite.verbs.attributes import Attribute, ReadArgument, StatementArguments, Verb, dtype, written_dtype
 from shardwise.rewrite.verbs.operation import Change, Fitted, OpsRefusal, unknown
 
 

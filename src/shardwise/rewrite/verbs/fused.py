@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shardwise.rewrite.verbs.arrange import arrange, fuse, unfuse
-from shardwise.rewrite.verbs.attributes import (
-    Attribute,
-    ReadArgument,
-    StatementArguments,
-    Verb,
-    integer,
-    listed,
-)
+from shardwise.rewrite.verbs.attributes import Attribute, ReadArgument, StatementArguments, Verb, integer, listed
 from shardwise.rewrite.verbs.operation import Degrees, Operation, OpsRefusal, Work
 
 
@@ -217,7 +210,7 @@ def _read(fused: ReadArgument, arguments: StatementArguments) -> Fused | None:
 
 
 def _sizes_of_three(arguments: StatementArguments) -> tuple[int, ...] | None:
-    """The sizes of query, key and value, where they are arguments."""
+    """The sizes of query, key and value, where they are given."""
     given = arguments.once.get("sizes")
     if given is None or given.value is None:
         return None

@@ -148,18 +148,6 @@ None: no layout tells, so 1. 0: there is a layout, and it does not tell.
 OPEN: Degrees = (None, None)
 
 
-class Cropped(NamedTuple):
-    """A tensor loses its last elements along some dims."""
-
-    old: tuple[int, ...]
-    new: tuple[int, ...]
-    fill: str | None
-    """The value that they have, which the way back gives them. None: it is not known."""
-
-    def __str__(self) -> str:
-        return f"{list(self.old)} to {list(self.new)}"
-
-
 class Making(NamedTuple):
     """How tensors were joined or split: which of the steps do so, and of what they make what."""
 
@@ -177,7 +165,6 @@ class Work:
         self.num_results = num_results
         self.degrees = degrees
         self.steps: list[Step] = []
-        self.cropped: list[Cropped] = []
         self.ended = ""
         """Why no other operation can follow; empty where one can."""
         self.making: Making | None = None

@@ -12,6 +12,7 @@ from shardwise.rewrite.verbs.attributes import (
     ReadArgument,
     StatementArguments,
     StatementNames,
+    Value,
     integer,
 )
 from shardwise.rewrite.verbs.axis import AXIS
@@ -100,22 +101,19 @@ def _read(argument: Argument, parameters: TextParameters, faults: Faults) -> Rea
         return None
     # A list may have newlines in it, and a message is one line.
     shown = " ".join(f"{word}={argument.text}".split()) if argument.text else word
+    value: Value | None = None
     if attribute.read is None and argument.text:
         faults.append((place, f"{word} takes no value; leave out '={argument.text}'"))
-        return ReadArgument(attribute, 1, shown, place)
-    if attribute.read is not None and not argument.text:
+    elif attribute.read is not None and not argument.text:
         fault = f'{word} has no value; write it as {attribute.example} (a tensor that is called so is written "{word}")'
         faults.append((place, fault))
-        return ReadArgument(attribute, None, shown, place)
-    filled = _filled(argument.text, place, parameters, faults)
-    if filled is None:
-        return ReadArgument(attribute, None, shown, place)
-    shown += f" (that is, {filled})" if filled != argument.text else ""
-    try:
-        return ReadArgument(attribute, attribute.value_of(filled), shown, place)
-    except ValueError as error:
-        faults.append((place, f"{shown}: {error}"))
-        return ReadArgument(attribute, None, shown, place)
+    elif (filled := _filled(argument.text, place, parameters, faults)) is not None:
+        shown += f" (that is, {filled})" if filled != argument.text else ""
+        try:
+            value = attribute.value_of(filled)
+        except ValueError as error:
+            faults.append((place, f"{shown}: {error}"))
+    return ReadArgument(attribute, value, shown, place)
 
 
 def _filled(text: str, place: TextPlace, parameters: TextParameters, faults: Faults) -> str | None:
@@ -168,17 +166,19 @@ def _making(arguments: StatementArguments, place: TextPlace) -> ReadArgument | N
     _find_strays(arguments, asked)
     if not (arguments.names.left and arguments.names.right):
         return None
-    fits = at_axis or _one_side_has_one(arguments, asked, place)
-    return asked[0] if fits and asked else None
+    if not at_axis and (fault := _fault_of_sides(arguments, asked)):
+        arguments.faults.append((place, fault + _hint(arguments.names)))
+        return None
+    return asked[0] if asked else None
 
 
 def _find_strays(arguments: StatementArguments, asked: Sequence[ReadArgument]) -> None:
     """Find arguments that say something about an operation that is not there; `asked`: of those that join or split."""
-    hint = _hint(arguments.names)
     for each in arguments.once.values():
         owners = each.attribute.owners
-        if owners and arguments.once.keys().isdisjoint(owners) and not hint:
-            arguments.find(each, f"{each.shown} {each.attribute.stray}")
+        if owners and arguments.once.keys().isdisjoint(owners) and not _hint(arguments.names):
+            stray = each.attribute.stray or f"says something about {' or '.join(owners)}, which is not given"
+            arguments.find(each, f"{each.shown} {stray}")
     word = asked[0].word if asked else None
     sizes = arguments.once.get("sizes")
     if sizes is not None and word not in ("axis", *_ATTRIBUTES["num_heads"].owners):
@@ -186,14 +186,14 @@ def _find_strays(arguments: StatementArguments, asked: Sequence[ReadArgument]) -
         arguments.find(sizes, f"{sizes.shown} says where a dim is cut or joined; {why}")
 
 
-def _one_side_has_one(arguments: StatementArguments, asked: Sequence[ReadArgument], place: TextPlace) -> bool:
-    names, hint = arguments.names, _hint(arguments.names)
+def _fault_of_sides(arguments: StatementArguments, asked: Sequence[ReadArgument]) -> str:
+    """Say why not one of the sides has one name, or how it becomes several is not said; empty where all is well."""
+    names = arguments.names
     # Many to many has no single meaning: by pairs, or all joined and parted again?
     if names.joins and names.parts:
         each = "use a placeholder such as $EXPERT_ID, not a star," if names.stars else "write a statement for each"
         each += " for one each; what names begin with is changed by module.** -> **" if names.stars else ""
-        arguments.faults.append((place, f"{names.amount}, but one side has exactly one; {each}{hint}"))
-        return False
+        return f"{names.amount}, but one side has exactly one; {each}"
     if (names.joins or names.parts) and not asked and "sizes" not in arguments.once:
         left, right = names.counts
         what = f"{left} tensors become one" if names.joins else f"one tensor becomes {right}"
@@ -201,9 +201,8 @@ def _one_side_has_one(arguments: StatementArguments, asked: Sequence[ReadArgumen
         if names.stars:
             what = "all that match the star become one" if names.joins else "one tensor becomes all that match the star"
             ways = "axis=... or stack=..."
-        arguments.faults.append((place, f"{what}, but how is not said; add {ways}{hint}"))
-        return False
-    return True
+        return f"{what}, but how is not said; add {ways}"
+    return ""
 
 
 def _hint(names: StatementNames) -> str:

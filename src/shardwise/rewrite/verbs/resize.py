@@ -5,15 +5,8 @@ from dataclasses import dataclass
 
 from shardwise.rewrite.metas import KEPT_FILL, TensorMeta, holds_number, number_text
 from shardwise.rewrite.strided_views import ViewedTensor
-from shardwise.rewrite.verbs.attributes import (
-    Attribute,
-    ReadArgument,
-    StatementArguments,
-    Verb,
-    integers,
-    listed,
-)
-from shardwise.rewrite.verbs.operation import Change, Cropped, Fitted, OpsRefusal, Work, unknown
+from shardwise.rewrite.verbs.attributes import Attribute, ReadArgument, StatementArguments, Verb, integers, listed
+from shardwise.rewrite.verbs.operation import Change, Fitted, OpsRefusal, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +38,14 @@ class _Resize(Change):
         return self if is_master or self.fill is None else type(self)(self.sizes, "0")
 
     def fitted(self, meta: TensorMeta, name: str) -> Fitted | None:
+        # Of a crop the fill stays unknown where it is: the way back takes 0, and says so.
         fill, sizes = self.fill or "0", self._sizes(meta.shape, name)
         if sizes == meta.shape:
             return None
         if not holds_number(meta.dtype, fill):
             raise OpsRefusal(f"fill is {fill}, which no element of {name} can be: its dtype is {meta.dtype}")
         back = Crop(meta.shape, fill) if isinstance(self, Pad) else Pad(meta.shape, fill)
-        return Fitted(type(self)(sizes, fill), back, meta._replace(shape=sizes))
+        return Fitted(type(self)(sizes, self.fill), back, meta._replace(shape=sizes))
 
     def _sizes(self, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
         word, other, wrong = ("pad", "crop", "smaller") if isinstance(self, Pad) else ("crop", "pad", "larger")
@@ -79,12 +73,6 @@ class Pad(_Resize):
 class Crop(_Resize):
     """To smaller sizes, without the last elements."""
 
-    def take(self, work: Work) -> None:
-        before = work.metas.copy()
-        Change.take(self, work)
-        shapes = ((old.shape, new.shape) for old, new in zip(before, work.metas, strict=True))
-        work.cropped += [Cropped(old, new, self.fill) for old, new in shapes if old != new]
-
 
 def _number(attribute: Attribute, text: str) -> str:
     number = text if text == KEPT_FILL else number_text(text)
@@ -110,7 +98,7 @@ RESIZE = Verb(
     (
         Attribute("pad='[50304,-1]'", _SIZES, recordable=True),
         Attribute("crop='[50257,-1]'", _SIZES, recordable=True),
-        Attribute("fill=0", _number, owners=("pad", "crop"), stray_as=_STRAY),
+        Attribute("fill=0", _number, owners=("pad", "crop"), stray=_STRAY),
     ),
     ("pad", "crop"),
     _read,

@@ -1,15 +1,14 @@
 """Stack: tensors of one shape joined along a new dim, and one tensor parted along a dim that goes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.rewrite.strided_views import ViewedTensor
+from shardwise.rewrite.verbs.arrange import fuse, unfuse
 from shardwise.rewrite.verbs.attributes import Attribute, ReadArgument, StatementArguments, Verb, integer
-from shardwise.rewrite.verbs.operation import Operation, OpsRefusal, Work
+from shardwise.rewrite.verbs.operation import Each, Operation, OpsRefusal, Step, Work
 from shardwise.rewrite.verbs.reshape import Reshape
 
 
-# With an axis that is counted from the front, both are steps.
 @dataclass(frozen=True, slots=True)
 class Stack(Operation):
     """Join several tensors of one shape along a new dim, which is dim `axis` of the result."""
@@ -23,18 +22,16 @@ class Stack(Operation):
         return Unstack(self.axis)
 
     def take(self, work: Work) -> None:
-        axis = work.axis(self.axis, new=True)
+        axis, count = work.axis(self.axis, new=True), len(work.metas)
         work.check_alike(None)
-        shape = (*work.shape[:axis], len(work.metas), *work.shape[axis:])
+        shape, thin = work.shape, (*work.shape[:axis], 1, *work.shape[axis:])
         # A stack of one tensor is a reshape, and its inverse needs nothing that splits.
-        if len(work.metas) == 1:
-            work.change([Reshape(shape)])
-        else:
-            work.make([Stack(axis)], [work.metas[0]._replace(shape=shape)], Unstack(axis))
-
-    def applied(self, values: Sequence[ViewedTensor]) -> list[ViewedTensor]:
-        """The one result."""
-        return [ViewedTensor.stack(values, self.axis)]
+        if count == 1:
+            work.change([Reshape(thin)])
+            return
+        steps: list[Step] = [Each((Reshape(thin),) * count, (Reshape(shape),) * count), fuse(axis, (1,) * count, 1)]
+        made = (*shape[:axis], count, *shape[axis:])
+        work.make(steps, [work.metas[0]._replace(shape=made)], Unstack(axis))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +54,12 @@ class Unstack(Operation):
             raise OpsRefusal(
                 f"{work.named(0)} has {shape[axis]} indices along dim {axis}, one tensor each, but {count} are named"
             )
-        part = shape[:axis] + shape[axis + 1 :]
+        part, thin = shape[:axis] + shape[axis + 1 :], (*shape[:axis], 1, *shape[axis + 1 :])
         if count == 1:
             work.change([Reshape(part)])
-        else:
-            work.make([Unstack(axis)], [work.metas[0]._replace(shape=part)] * count, Stack(axis))
-
-    def applied(self, values: Sequence[ViewedTensor]) -> list[ViewedTensor]:
-        """One result for each index."""
-        # This is the only step that makes several views of each view, and `crop` looks only at those near its index.
-        (value,) = values
-        indices = range(value.shape[self.axis])
-        return [value.crop(self.axis, index, index + 1).drop_dim(self.axis) for index in indices]
+            return
+        steps: list[Step] = [unfuse(axis, (1,) * count, 1), Each((Reshape(part),) * count, (Reshape(thin),) * count)]
+        work.make(steps, [work.metas[0]._replace(shape=part)] * count, Stack(axis))
 
 
 def _read(stack: ReadArgument, arguments: StatementArguments) -> Stack | Unstack | None:

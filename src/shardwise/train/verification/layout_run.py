@@ -21,7 +21,7 @@ import torch
 
 from shardwise.checkpoint import save
 from shardwise.comm import Channel
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.engine import Engine
 from shardwise.engine.forward.batches import count_rows, split_batch
 from shardwise.engine.step.exchange import weigh

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.engine.forward.batches import LossOfModel
 from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.step.reports import StepReport

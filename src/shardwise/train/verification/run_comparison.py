@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from shardwise.checkpoint import Catalogue
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.plan.names import is_state_name
 from shardwise.train.verification.error_model import (

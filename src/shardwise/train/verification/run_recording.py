@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.forward.batches import LossFunction
 from shardwise.engine.forward.layers import in_backward

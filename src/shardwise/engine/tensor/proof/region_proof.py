@@ -28,7 +28,8 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import digest_of_values, json_as, understood
+from shardwise.comm.agreement import json_as, understood
+from shardwise.comm.digests import digest_of_values
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.layers import Layer, Place, in_backward, take_off, wrap
