@@ -1,7 +1,8 @@
 """Who reads which blocks of a checkpoint, and who gets what of them, decided by every rank alone and alike.
 
 A block is what one checksum covers, so that it is read whole. Blocks without a reader stay unread, and each other block
-is read once, by a rank that needs it. The ranks that need the same stretch of blocks deal it out among them.
+is read once, by a rank that needs it. The ranks that need the same stretch of blocks deal it out among them: in equal
+parts, but a part is no smaller than what each part costs besides its bytes is worth.
 
 Figure 1. A stored piece of 9 blocks. Rank 0 wants columns of it, rank 1 and rank 2 want rows. The stretches end where
 the set of needers changes; the letters say who reads::
@@ -18,7 +19,7 @@ A rank looks once at everything that is stored and wanted, but plans only for th
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
@@ -56,6 +57,12 @@ def plan_reads(
     return ReadPlan(stored, wanted, rank, block_bytes=block_bytes, readers=frozenset(readers))
 
 
+_PART_BYTES = 4 << 20
+"""A stretch of fewer bytes is not dealt out in parts, where there is much else to read."""
+
+_LEAST_PARTS = 16
+"""So many parts for each rank even out what one reads."""
+
 _MAX_KNOWN = 4096
 """So many moves are remembered at most."""
 
@@ -76,6 +83,9 @@ class ReadPlan:
         self._rank = rank
         self._block_bytes = block_bytes
         self._readers = readers
+        num_bytes = sum(each.num_bytes for each in stored) if len(readers) > 1 else 0
+        self._part_blocks = max(1, min(_PART_BYTES, num_bytes // (_LEAST_PARTS * len(readers))) // block_bytes)
+        """Blocks of the smallest part in which a stretch is dealt out, the same on all ranks."""
         self._all_readers = tuple(sorted(readers))
         self._wanted = holders_by_tensor(wanted)
         in_files = _by_ordinal(stored)
@@ -172,7 +182,8 @@ class ReadPlan:
             if active not in parties:
                 parties[active] = self._parties({rank for at in active for rank in ranks_of[at]})
             readers, is_handed_on = parties[active]
-            low, high = _dealt(first, last, readers, self._rank, ordinal)
+            num_parts = min(len(readers), max(1, round((last - first) / self._part_blocks)))
+            low, high = _dealt(first, last, readers, num_parts, self._rank, ordinal)
             # Stretches that meet, and that are handed on alike, are one span: a rank reads them with one call.
             if low < high:
                 if low != end or is_handed_on != was_handed_on:
@@ -311,8 +322,8 @@ def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Pi
     if piece.shape and not (first + start) % row and not (first + stop) % row:
         # Whole rows are a box of their own, which is planned fastest.
         offset = (piece.offset[0] + (first + start) // row, *piece.offset[1:])
-        return replace(piece, offset=offset, shape=((stop - start) // row, *piece.shape[1:]), run=None)
-    return replace(piece, run=Run(first + start, first + stop))
+        return piece.part(offset, ((stop - start) // row, *piece.shape[1:]), None)
+    return piece.part(piece.offset, piece.shape, Run(first + start, first + stop))
 
 
 def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
@@ -357,11 +368,11 @@ _SCATTER = 2654435769
 """2**32 divided by the golden ratio (Knuth, The Art of Computer Programming 3, 6.4): neighbours land far apart."""
 
 
-def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: int) -> tuple[int, int]:
-    """The part of the blocks `first` to `last` that `rank` gets when they are dealt out evenly among `ranks`.
+def _dealt(first: int, last: int, ranks: tuple[int, ...], num_parts: int, rank: int, ordinal: int) -> tuple[int, int]:
+    """The part of the blocks `first` to `last` that `rank` gets when some of `ranks` get equal parts.
 
-    The rank with the larger part, or a single block, changes from stretch to stretch, out of step with the pieces
-    (weight, bias, weight, bias, ...).
+    The ranks that get one, and the rank with the larger part, change from stretch to stretch, out of step with the
+    pieces (weight, bias, weight, bias, ...).
     """
     at = bisect_left(ranks, rank)
     if at == len(ranks) or ranks[at] != rank:
@@ -369,4 +380,6 @@ def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: in
     # Counted off, the first stretch of every tensor would go to the same rank, and with it all that is one block.
     scattered = ((ordinal + first) * _SCATTER % 2**32) * len(ranks) >> 32
     turn = (at - scattered) % len(ranks)
-    return first + (last - first) * turn // len(ranks), first + (last - first) * (turn + 1) // len(ranks)
+    if turn >= num_parts:
+        return first, first
+    return first + (last - first) * turn // num_parts, first + (last - first) * (turn + 1) // num_parts

@@ -26,7 +26,7 @@ from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain
 from shardwise.checkpoint.stores import refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.moving.copies import part_of, parts_of, put
+from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import KEPT_FILL, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
@@ -133,6 +133,9 @@ class ReadTarget:
 
     def fill(self, moves: Iterable[Move], elements: Iterable[torch.Tensor]) -> None:
         """Put the elements of each of some moves into the piece where they belong, cast as they have to be."""
+        if self.folded is None and self.scales is None and len(self.dtypes) <= 2:
+            fill(self.view, moves, elements)
+            return
         # The last cast is the copy itself. The others are made here, of a part at a time: a chain such as float32 ->
         # bfloat16 -> float32 rounds, which no single cast does.
         between = [torch_dtype(each) for each in self.dtypes[1:-1]]
