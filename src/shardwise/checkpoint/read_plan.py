@@ -27,6 +27,7 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.routes.holders import Holders, holders_by_tensor
 from shardwise.space import Move, Piece, Run, moves, overlap
 from shardwise.space.moves import elements_together
+from shardwise.space.pieces import known_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +323,8 @@ def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Pi
     if piece.shape and not (first + start) % row and not (first + stop) % row:
         # Whole rows are a box of their own, which is planned fastest.
         offset = (piece.offset[0] + (first + start) // row, *piece.offset[1:])
-        return piece.part(offset, ((stop - start) // row, *piece.shape[1:]), None)
-    return piece.part(piece.offset, piece.shape, Run(first + start, first + stop))
+        return known_part(piece, offset, ((stop - start) // row, *piece.shape[1:]), None)
+    return known_part(piece, piece.offset, piece.shape, Run(first + start, first + stop))
 
 
 def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
