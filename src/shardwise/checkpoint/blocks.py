@@ -7,11 +7,6 @@ import xxhash
 from shardwise.checkpoint.contents import CHECKSUM_BYTES
 
 
-def num_blocks(num_bytes: int, block_bytes: int) -> int:
-    """How many blocks `num_bytes` bytes have; the last may be shorter."""
-    return -(-num_bytes // block_bytes)
-
-
 def checksum(data: bytes | memoryview) -> bytes:
     """xxh3_64 of `data`, in its canonical form (big-endian)."""
     return bytes(xxhash.xxh3_64_digest(data))

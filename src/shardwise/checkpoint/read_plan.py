@@ -19,7 +19,7 @@ A rank looks once at everything that is stored and wanted, but plans only for th
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
@@ -31,12 +31,21 @@ from shardwise.space.pieces import known_part
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """Blocks `first_block` up to, not including, `last_block` of the stored piece at position `ordinal`."""
+class StoredSpan:
+    """Bytes of a stored piece: whole blocks, of which the last one of the piece may be shorter."""
 
     ordinal: int
-    first_block: int
-    last_block: int
+    """The position of the stored piece."""
+    start: int
+    """The first byte in the piece."""
+    stop: int
+    """The byte after the last."""
+    stored: StoredPiece = field(compare=False, repr=False)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file, and the first byte in it."""
+        return self.stored.file, self.stored.start + self.start
 
 
 def plan_reads(
@@ -114,20 +123,16 @@ class ReadPlan:
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
         # In the order of the files: what follows one another is read together, and the kernel reads ahead.
-        found.sort(key=lambda each: self._place(each[0]))
-        self.own_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
+        found.sort(key=lambda each: each[0].place)
+        self.own_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
-        self.handed_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
+        self.handed_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
         """What this rank reads and others need something of, in the same order."""
 
     @property
     def read_bytes(self) -> int:
         """Bytes of all that this rank reads."""
-        return sum(
-            min(span.last_block * self._block_bytes, self._stored[span.ordinal].num_bytes)
-            - span.first_block * self._block_bytes
-            for span in (*self.own_reads, *self.handed_reads)
-        )
+        return sum(span.stop - span.start for span in (*self.own_reads, *self.handed_reads))
 
     def files(self, *, read_for_others: bool) -> set[str]:
         """Data files from which this rank reads: its share of all, or all that it needs itself."""
@@ -136,15 +141,15 @@ class ReadPlan:
         return {self._stored[ordinal].file for ordinal in ordinals}
 
     @property
-    def reads(self) -> tuple[BlockSpan, ...]:
+    def reads(self) -> tuple[StoredSpan, ...]:
         """All that this rank reads, in order of file and byte. Spans are disjoint."""
-        return tuple(sorted((*self.own_reads, *self.handed_reads), key=self._place))
+        return tuple(sorted((*self.own_reads, *self.handed_reads), key=lambda span: span.place))
 
-    def needers(self, span: BlockSpan) -> tuple[int, ...]:
+    def needers(self, span: StoredSpan) -> tuple[int, ...]:
         """Return the ranks that need something of the span, in increasing order."""
         return tuple(sorted(self._met(span).needers()))
 
-    def transfers(self, span: BlockSpan, rank: int) -> list[tuple[int, list[Move]]]:
+    def transfers(self, span: StoredSpan, rank: int) -> list[tuple[int, list[Move]]]:
         """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
 
         The source of the moves is the span, read as the flat storage of its elements. The answer does not depend on
@@ -154,19 +159,13 @@ class ReadPlan:
             return []
         return self._met(span).transfers(rank)
 
-    def _place(self, span: BlockSpan) -> tuple[str, int]:
-        stored = self._stored[span.ordinal]
-        return stored.file, stored.start + span.first_block * self._block_bytes
-
-    def _met(self, span: BlockSpan) -> "_SpanNeeds":
+    def _met(self, span: StoredSpan) -> "_SpanNeeds":
         # One span at a time is asked about, by all ranks in succession: what was found for the last one suffices.
         if self._meeting is None or self._meeting.span != span:
-            stored = self._stored[span.ordinal]
-            source = _piece_of_span(span, stored, self._block_bytes)
-            self._meeting = _SpanNeeds(span, source, self._wanted[stored.piece.name], self._known_moves)
+            self._meeting = _SpanNeeds(span, self._wanted[span.stored.piece.name], self._known_moves)
         return self._meeting
 
-    def _spans(self, ordinal: int) -> Iterator[tuple[BlockSpan, bool]]:
+    def _spans(self, ordinal: int) -> Iterator[tuple[StoredSpan, bool]]:
         """What this rank reads of one stored piece, and whether others need something of it; as long as possible."""
         stored = self._stored[ordinal]
         wanted = self._wanted[stored.piece.name]
@@ -189,11 +188,15 @@ class ReadPlan:
             if low < high:
                 if low != end or is_handed_on != was_handed_on:
                     if begun < end:
-                        yield BlockSpan(ordinal, begun, end), was_handed_on
+                        yield self._span(ordinal, begun, end), was_handed_on
                     begun, was_handed_on = low, is_handed_on
                 end = high
         if begun < end:
-            yield BlockSpan(ordinal, begun, end), was_handed_on
+            yield self._span(ordinal, begun, end), was_handed_on
+
+    def _span(self, ordinal: int, first_block: int, last_block: int) -> StoredSpan:
+        stored, size = self._stored[ordinal], self._block_bytes
+        return StoredSpan(ordinal, first_block * size, min(last_block * size, stored.num_bytes), stored)
 
     def _parties(self, needers: set[int]) -> tuple[tuple[int, ...], bool]:
         """The ranks among which blocks that some ranks need are dealt out, in increasing order.
@@ -265,10 +268,10 @@ class _SpanNeeds:
 
     __slots__ = ("_found", "_known", "_source", "_wanted", "span")
 
-    def __init__(self, span: BlockSpan, source: Piece, wanted: Holders, known: "_Moves") -> None:
+    def __init__(self, span: StoredSpan, wanted: Holders, known: "_Moves") -> None:
         self.span = span
-        self._source, self._wanted, self._known = source, wanted, known
-        self._found = wanted.near(source)
+        self._source, self._wanted, self._known = _piece_of_span(span), wanted, known
+        self._found = wanted.near(self._source)
 
     def needers(self) -> set[int]:
         """The ranks that need something of it."""
@@ -310,12 +313,11 @@ class _Moves:
         return found
 
 
-def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Piece:
-    """The elements of a stored piece in the blocks of a span."""
-    piece = stored.piece
+def _piece_of_span(span: StoredSpan) -> Piece:
+    """The elements of a stored piece in a span."""
+    piece = span.stored.piece
     item_bytes = itemsize_bytes(piece.dtype)
-    start = span.first_block * block_bytes // item_bytes
-    stop = min(span.last_block * block_bytes // item_bytes, piece.num_elements)
+    start, stop = span.start // item_bytes, span.stop // item_bytes
     if stop - start == piece.num_elements:
         return piece
     first = piece.elements.start

@@ -419,14 +419,14 @@ class PieceReader:
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
         max_bytes = self._files.request_bytes(plan.read_bytes) if self._files.num_ahead else BATCH_BYTES
-        batches = batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes)
-        with BatchReader(self._files, self.contents, stored, verify=True) as reader:
+        batches = batches_of(plan.reads, block_bytes=block_bytes, max_bytes=max_bytes)
+        with BatchReader(self._files, self.contents, verify=True) as reader:
             try:
                 for begun in reader.ahead((batch, None) for batch in batches):
                     for span, elements in reader.finish(begun).items():
                         # Right after it was verified, so that the copy finds it in the cache.
                         if self._digests is not None:
-                            self._digests.see(stored[span.ordinal].piece, elements, span.first_block * block_bytes)
+                            self._digests.see(span.stored.piece, elements, span.start)
                         for index, moves in plan.transfers(span, 0):
                             targets[index].fill(moves, parts_of(elements, moves))
             finally:
