@@ -296,3 +296,40 @@ def test_few_exchanges_come_before_the_first_byte_of_data(how: Cut | None, most:
         return counts[0]
 
     assert set(sw.simulate(2, run)) == {most}
+
+
+def test_small_tensors_that_all_need_are_read_whole_by_ranks_in_turn(tmp_path: Path) -> None:
+    """Parts of them would be copied in three pieces each: a part of a row, rows, and a part of a row."""
+    state = {f"w{at}": torch.arange(512.0 * 257).view(257, 512) + at for at in range(80)}
+    sw.save(tmp_path, state)
+    stores = [Counting(LocalStore(tmp_path)) for _ in range(2)]
+    reads: list[list[range]] = [[], []]
+
+    def run(channel: Channel) -> int:
+        class Noting:
+            def __init__(self, reader: Any) -> None:
+                self._reader, self.size, self.close = reader, reader.size, reader.close
+
+            def read_into(self, buffer: memoryview, start: int) -> None:
+                reads[channel.rank].append(range(start, start + buffer.nbytes))
+                self._reader.read_into(buffer, start)
+
+        store: Any = stores[channel.rank]
+        opened = store.open
+        store.open = lambda name: Noting(opened(name)) if name.endswith(".safetensors") else opened(name)
+        target = {name: torch.empty_like(each) for name, each in state.items()}
+        report = sw.load(store, target, channel=channel).report
+        assert all(torch.equal(target[name], each) for name, each in state.items())
+        return report.read_bytes
+
+    read_bytes = sw.simulate(2, run)
+    assert max(read_bytes) < 1.1 * min(read_bytes)
+    for tensor in checkpoint.open(tmp_path).tensors.values():
+        (piece,) = tensor.pieces
+        place = range(piece.start, piece.start + piece.num_bytes)
+        readers = [
+            rank
+            for rank, ranges in enumerate(reads)
+            if any(each.start < place.stop and place.start < each.stop and len(each) > 8192 for each in ranges)
+        ]
+        assert len(readers) == 1, tensor.name

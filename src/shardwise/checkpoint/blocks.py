@@ -8,11 +8,6 @@ from shardwise.checkpoint.contents import CHECKSUM_BYTES
 from shardwise.comm.digests import checksum
 
 
-def num_blocks(num_bytes: int, block_bytes: int) -> int:
-    """How many blocks `num_bytes` bytes have; the last may be shorter."""
-    return -(-num_bytes // block_bytes)
-
-
 class BlockSums:
     """The checksums of a stream of bytes that comes in chunks of any size."""
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.blocks import num_blocks
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.formats.registry import recognise
 from shardwise.checkpoint.formats.torch_files.archive_sums import check_archives, has_archives
 from shardwise.checkpoint.manifest import MANIFEST, unpacked
-from shardwise.checkpoint.read_plan import BlockSpan, missing, plan_reads
+from shardwise.checkpoint.read_plan import StoredSpan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import BatchReader, DataFiles, batches_of, check_files
 from shardwise.checkpoint.saves import folder_of, list_saves, read_save, select, strays
@@ -329,12 +328,11 @@ def _archive_damage(store: Store, contents: Contents, name: str) -> Iterator[tup
 
 def _damage(files: DataFiles, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:
     """Batch by batch: damage that was found, and the bytes that were read."""
-    size = contents.block_bytes
     # In the order of the bytes: a disk, and the kernel that reads ahead, are fastest so.
     stored = sorted(stored, key=lambda piece: (piece.file, piece.start))
-    spans = [BlockSpan(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
-    batches = batches_of(spans, stored, block_bytes=size, max_bytes=BATCH_BYTES)
-    with BatchReader(files, contents, stored, verify=True) as reader:
+    spans = [StoredSpan(ordinal, 0, piece.num_bytes, piece) for ordinal, piece in enumerate(stored)]
+    batches = batches_of(spans, block_bytes=contents.block_bytes, max_bytes=BATCH_BYTES)
+    with BatchReader(files, contents, verify=True) as reader:
         for begun in reader.ahead((batch, None) for batch in batches):
             before = reader.read_bytes
             try:

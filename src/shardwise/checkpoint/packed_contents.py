@@ -23,6 +23,7 @@ import xxhash
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, Contents, StoredPiece, StoredTensor
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, Run
+from shardwise.space.pieces import known_part
 
 _LENGTH = Struct("<Q")
 """Of each part, which follows."""
@@ -164,7 +165,7 @@ class _Table:
             if kind & _IS_RUN:
                 run = Run(*self.runs[run_at : run_at + 2].tolist())
             sums = bytes(self.sums[sums_at : sums_at + CHECKSUM_BYTES * num_sums]) if kind & _HAS_SUMS else None
-            piece = whole.part(offset, box, run)
+            piece = known_part(whole, offset, box, run)
             yield StoredPiece(piece=piece, file=self.files[file], start=start, checksums=sums)
 
 

@@ -1,7 +1,8 @@
 """Who reads which blocks of a checkpoint, and who gets what of them, decided by every rank alone and alike.
 
 A block is what one checksum covers, so that it is read whole. Blocks without a reader stay unread, and each other block
-is read once, by a rank that needs it. The ranks that need the same stretch of blocks deal it out among them.
+is read once, by a rank that needs it. The ranks that need the same stretch of blocks deal it out among them: in equal
+parts, but a part is no smaller than what each part costs besides its bytes is worth.
 
 Figure 1. A stored piece of 9 blocks. Rank 0 wants columns of it, rank 1 and rank 2 want rows. The stretches end where
 the set of needers changes; the letters say who reads::
@@ -18,7 +19,7 @@ A rank looks once at everything that is stored and wanted, but plans only for th
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
@@ -26,15 +27,25 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.routes.holders import Holders, holders_by_tensor
 from shardwise.space import Move, Piece, Run, moves, overlap
 from shardwise.space.moves import elements_together
+from shardwise.space.pieces import known_part
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """Blocks `first_block` up to, not including, `last_block` of the stored piece at position `ordinal`."""
+class StoredSpan:
+    """Bytes of a stored piece: whole blocks, of which the last one of the piece may be shorter."""
 
     ordinal: int
-    first_block: int
-    last_block: int
+    """The position of the stored piece."""
+    start: int
+    """The first byte in the piece."""
+    stop: int
+    """The byte after the last."""
+    stored: StoredPiece = field(compare=False, repr=False)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file, and the first byte in it."""
+        return self.stored.file, self.stored.start + self.start
 
 
 def plan_reads(
@@ -56,6 +67,12 @@ def plan_reads(
     return ReadPlan(stored, wanted, rank, block_bytes=block_bytes, readers=frozenset(readers))
 
 
+_PART_BYTES = 4 << 20
+"""A stretch of fewer bytes is not dealt out in parts, where there is much else to read."""
+
+_LEAST_PARTS = 16
+"""So many parts for each rank even out what one reads."""
+
 _MAX_KNOWN = 4096
 """So many moves are remembered at most."""
 
@@ -76,6 +93,9 @@ class ReadPlan:
         self._rank = rank
         self._block_bytes = block_bytes
         self._readers = readers
+        num_bytes = sum(each.num_bytes for each in stored) if len(readers) > 1 else 0
+        self._part_blocks = max(1, min(_PART_BYTES, num_bytes // (_LEAST_PARTS * len(readers))) // block_bytes)
+        """Blocks of the smallest part in which a stretch is dealt out, the same on all ranks."""
         self._all_readers = tuple(sorted(readers))
         self._wanted = holders_by_tensor(wanted)
         in_files = _by_ordinal(stored)
@@ -103,20 +123,16 @@ class ReadPlan:
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
         # In the order of the files: what follows one another is read together, and the kernel reads ahead.
-        found.sort(key=lambda each: self._place(each[0]))
-        self.own_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
+        found.sort(key=lambda each: each[0].place)
+        self.own_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
-        self.handed_reads: tuple[BlockSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
+        self.handed_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
         """What this rank reads and others need something of, in the same order."""
 
     @property
     def read_bytes(self) -> int:
         """Bytes of all that this rank reads."""
-        return sum(
-            min(span.last_block * self._block_bytes, self._stored[span.ordinal].num_bytes)
-            - span.first_block * self._block_bytes
-            for span in (*self.own_reads, *self.handed_reads)
-        )
+        return sum(span.stop - span.start for span in (*self.own_reads, *self.handed_reads))
 
     def files(self, *, read_for_others: bool) -> set[str]:
         """Data files from which this rank reads: its share of all, or all that it needs itself."""
@@ -125,15 +141,15 @@ class ReadPlan:
         return {self._stored[ordinal].file for ordinal in ordinals}
 
     @property
-    def reads(self) -> tuple[BlockSpan, ...]:
+    def reads(self) -> tuple[StoredSpan, ...]:
         """All that this rank reads, in order of file and byte. Spans are disjoint."""
-        return tuple(sorted((*self.own_reads, *self.handed_reads), key=self._place))
+        return tuple(sorted((*self.own_reads, *self.handed_reads), key=lambda span: span.place))
 
-    def needers(self, span: BlockSpan) -> tuple[int, ...]:
+    def needers(self, span: StoredSpan) -> tuple[int, ...]:
         """Return the ranks that need something of the span, in increasing order."""
         return tuple(sorted(self._met(span).needers()))
 
-    def transfers(self, span: BlockSpan, rank: int) -> list[tuple[int, list[Move]]]:
+    def transfers(self, span: StoredSpan, rank: int) -> list[tuple[int, list[Move]]]:
         """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
 
         The source of the moves is the span, read as the flat storage of its elements. The answer does not depend on
@@ -143,19 +159,13 @@ class ReadPlan:
             return []
         return self._met(span).transfers(rank)
 
-    def _place(self, span: BlockSpan) -> tuple[str, int]:
-        stored = self._stored[span.ordinal]
-        return stored.file, stored.start + span.first_block * self._block_bytes
-
-    def _met(self, span: BlockSpan) -> "_SpanNeeds":
+    def _met(self, span: StoredSpan) -> "_SpanNeeds":
         # One span at a time is asked about, by all ranks in succession: what was found for the last one suffices.
         if self._meeting is None or self._meeting.span != span:
-            stored = self._stored[span.ordinal]
-            source = _piece_of_span(span, stored, self._block_bytes)
-            self._meeting = _SpanNeeds(span, source, self._wanted[stored.piece.name], self._known_moves)
+            self._meeting = _SpanNeeds(span, self._wanted[span.stored.piece.name], self._known_moves)
         return self._meeting
 
-    def _spans(self, ordinal: int) -> Iterator[tuple[BlockSpan, bool]]:
+    def _spans(self, ordinal: int) -> Iterator[tuple[StoredSpan, bool]]:
         """What this rank reads of one stored piece, and whether others need something of it; as long as possible."""
         stored = self._stored[ordinal]
         wanted = self._wanted[stored.piece.name]
@@ -172,16 +182,21 @@ class ReadPlan:
             if active not in parties:
                 parties[active] = self._parties({rank for at in active for rank in ranks_of[at]})
             readers, is_handed_on = parties[active]
-            low, high = _dealt(first, last, readers, self._rank, ordinal)
+            num_parts = min(len(readers), max(1, round((last - first) / self._part_blocks)))
+            low, high = _dealt(first, last, readers, num_parts, self._rank, ordinal)
             # Stretches that meet, and that are handed on alike, are one span: a rank reads them with one call.
             if low < high:
                 if low != end or is_handed_on != was_handed_on:
                     if begun < end:
-                        yield BlockSpan(ordinal, begun, end), was_handed_on
+                        yield self._span(ordinal, begun, end), was_handed_on
                     begun, was_handed_on = low, is_handed_on
                 end = high
         if begun < end:
-            yield BlockSpan(ordinal, begun, end), was_handed_on
+            yield self._span(ordinal, begun, end), was_handed_on
+
+    def _span(self, ordinal: int, first_block: int, last_block: int) -> StoredSpan:
+        stored, size = self._stored[ordinal], self._block_bytes
+        return StoredSpan(ordinal, first_block * size, min(last_block * size, stored.num_bytes), stored)
 
     def _parties(self, needers: set[int]) -> tuple[tuple[int, ...], bool]:
         """The ranks among which blocks that some ranks need are dealt out, in increasing order.
@@ -253,10 +268,10 @@ class _SpanNeeds:
 
     __slots__ = ("_found", "_known", "_source", "_wanted", "span")
 
-    def __init__(self, span: BlockSpan, source: Piece, wanted: Holders, known: "_Moves") -> None:
+    def __init__(self, span: StoredSpan, wanted: Holders, known: "_Moves") -> None:
         self.span = span
-        self._source, self._wanted, self._known = source, wanted, known
-        self._found = wanted.near(source)
+        self._source, self._wanted, self._known = _piece_of_span(span), wanted, known
+        self._found = wanted.near(self._source)
 
     def needers(self) -> set[int]:
         """The ranks that need something of it."""
@@ -298,12 +313,11 @@ class _Moves:
         return found
 
 
-def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Piece:
-    """The elements of a stored piece in the blocks of a span."""
-    piece = stored.piece
+def _piece_of_span(span: StoredSpan) -> Piece:
+    """The elements of a stored piece in a span."""
+    piece = span.stored.piece
     item_bytes = itemsize_bytes(piece.dtype)
-    start = span.first_block * block_bytes // item_bytes
-    stop = min(span.last_block * block_bytes // item_bytes, piece.num_elements)
+    start, stop = span.start // item_bytes, span.stop // item_bytes
     if stop - start == piece.num_elements:
         return piece
     first = piece.elements.start
@@ -311,8 +325,8 @@ def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Pi
     if piece.shape and not (first + start) % row and not (first + stop) % row:
         # Whole rows are a box of their own, which is planned fastest.
         offset = (piece.offset[0] + (first + start) // row, *piece.offset[1:])
-        return replace(piece, offset=offset, shape=((stop - start) // row, *piece.shape[1:]), run=None)
-    return replace(piece, run=Run(first + start, first + stop))
+        return known_part(piece, offset, ((stop - start) // row, *piece.shape[1:]), None)
+    return known_part(piece, piece.offset, piece.shape, Run(first + start, first + stop))
 
 
 def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
@@ -357,11 +371,11 @@ _SCATTER = 2654435769
 """2**32 divided by the golden ratio (Knuth, The Art of Computer Programming 3, 6.4): neighbours land far apart."""
 
 
-def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: int) -> tuple[int, int]:
-    """The part of the blocks `first` to `last` that `rank` gets when they are dealt out evenly among `ranks`.
+def _dealt(first: int, last: int, ranks: tuple[int, ...], num_parts: int, rank: int, ordinal: int) -> tuple[int, int]:
+    """The part of the blocks `first` to `last` that `rank` gets when some of `ranks` get equal parts.
 
-    The rank with the larger part, or a single block, changes from stretch to stretch, out of step with the pieces
-    (weight, bias, weight, bias, ...).
+    The ranks that get one, and the rank with the larger part, change from stretch to stretch, out of step with the
+    pieces (weight, bias, weight, bias, ...).
     """
     at = bisect_left(ranks, rank)
     if at == len(ranks) or ranks[at] != rank:
@@ -369,4 +383,6 @@ def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: in
     # Counted off, the first stretch of every tensor would go to the same rank, and with it all that is one block.
     scattered = ((ordinal + first) * _SCATTER % 2**32) * len(ranks) >> 32
     turn = (at - scattered) % len(ranks)
-    return first + (last - first) * turn // len(ranks), first + (last - first) * (turn + 1) // len(ranks)
+    if turn >= num_parts:
+        return first, first
+    return first + (last - first) * turn // num_parts, first + (last - first) * (turn + 1) // num_parts

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan
+from shardwise.checkpoint.read_plan import ReadPlan, StoredSpan
 from shardwise.checkpoint.reading import (
     Batch,
     BatchReader,
@@ -35,7 +35,7 @@ from shardwise.checkpoint.reading import (
 from shardwise.checkpoint.safetensors_files import plain_bytes
 from shardwise.checkpoint.windows import ReadTarget, fill_exactly, is_in_strips
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, agreed, json_as, understood
+from shardwise.comm.agreement import a_list, agreed, json_as, of_form, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.copies import parts_of
@@ -79,7 +79,7 @@ class ReadRounds:
     In each round every rank reads a batch, all agree that theirs is good, and only then it is used.
     """
 
-    handed: list[list[BlockSpan]]
+    handed: list[list[StoredSpan]]
     """Batches that all ranks read in step, because others need something of them."""
     own: list[list[Batch]]
     """Then batches that no other rank needs, in groups; ranks wait for each other between groups."""
@@ -103,7 +103,7 @@ class ReadRounds:
         self._channel, self._files, self._contents = channel, files, contents
         self._stored, self._plan, self._targets = stored, plan, targets
         self._verify = verify
-        self._handover = _Handover(channel, contents.block_bytes, stored, plan, targets)
+        self._handover = _Handover(channel, plan, targets)
         # What is small is read as one batch: then every rank knows that all of it is good before its target changes.
         self._at_once = self._cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
         self.handed = self._cut(plan.handed_reads, ROUND_BYTES)
@@ -151,7 +151,7 @@ class ReadRounds:
             return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
         handover, buffers = self._handover, _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0)
         number = 0
-        with BatchReader(self._files, self._contents, self._stored, verify=self._verify) as reader:
+        with BatchReader(self._files, self._contents, verify=self._verify) as reader:
             # The first time nothing is used: with verify="first" the target is touched only once everything has been
             # verified.
             for dry in (True, False) if twice else (False,):
@@ -172,12 +172,11 @@ class ReadRounds:
             read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place
         )
 
-    def _cut(self, spans: Sequence[BlockSpan], max_bytes: int) -> list[list[BlockSpan]]:
-        return batches_of(spans, self._stored, block_bytes=self._contents.block_bytes, max_bytes=max_bytes)
+    def _cut(self, spans: Sequence[StoredSpan], max_bytes: int) -> list[list[StoredSpan]]:
+        return batches_of(spans, block_bytes=self._contents.block_bytes, max_bytes=max_bytes)
 
-    def _largest(self, batches: Sequence[Sequence[BlockSpan]]) -> int:
-        size = self._contents.block_bytes
-        return max((buffer_bytes(batch, self._stored, block_bytes=size) for batch in batches), default=0)
+    def _largest(self, batches: Sequence[Sequence[StoredSpan]]) -> int:
+        return max(map(buffer_bytes, batches), default=0)
 
     def _own_batches(self) -> Iterator[Batch]:
         """What this rank reads for itself alone."""
@@ -197,16 +196,20 @@ class ReadRounds:
 
     def _agreed(
         self, reader: BatchReader, begun: BegunRead, *, is_late: bool
-    ) -> tuple[dict[BlockSpan, torch.Tensor], list[list[BlockSpan]]]:
+    ) -> tuple[dict[StoredSpan, torch.Tensor], list[list[StoredSpan]]]:
         """What this rank has read, and which spans each rank has. Raises the same error on all if one could not."""
         purpose = "verdict on blocks that were read"
         with agreed(self._channel, purpose=purpose) as agreement, _naming_damage(is_late=is_late):
             read = reader.finish(begun)
             # The spans go with the verdict: who reads what is planned, but how it is cut into batches is each rank's
             # own affair, and this tells it without a message more.
-            spans = [(each.ordinal, each.first_block, each.last_block) for each in begun.batch[0]]
+            spans = [(each.ordinal, each.start, each.stop) for each in begun.batch[0]]
             agreement.value = json.dumps(spans, separators=(",", ":")).encode()
-        return read, understood(agreement.values, _spans_in, purpose=purpose)
+        return read, understood(agreement.values, self._spans_in, purpose=purpose)
+
+    def _spans_in(self, answer: bytes) -> list[StoredSpan]:
+        rows = of_form(a_list(answer), list[tuple[int, int, int]])
+        return [StoredSpan(*row, self._stored[row[0]]) for row in rows]
 
     def _read_for_itself(self, reader: BatchReader, batches: Sequence[Batch], *, dry: bool) -> None:
         """Read, verify and use batches that no other rank needs; raises the same error on all if one could not."""
@@ -284,13 +287,6 @@ class _Buffers:
         return memory[start : start + self._num_bytes]
 
 
-def _spans_in(answer: bytes) -> list[BlockSpan]:
-    spans = [BlockSpan(*each) for each in a_list(answer)]
-    if not all(type(number) is int for each in spans for number in (each.ordinal, each.first_block, each.last_block)):
-        raise TypeError("no spans")
-    return spans
-
-
 @contextmanager
 def _naming_damage(*, is_late: bool) -> Iterator[None]:
     """Errors inside say what they mean for the target."""
@@ -311,19 +307,15 @@ class _Handover:
     def __init__(
         self,
         channel: Channel,
-        block_bytes: int,
-        stored: Sequence[StoredPiece],
         plan: ReadPlan,
         targets: Sequence[ReadTarget],
     ) -> None:
         self._channel = channel
-        self._block_bytes = block_bytes
-        self._stored = stored
         self._plan = plan
         self._targets = targets
-        self._read: Mapping[BlockSpan, torch.Tensor] = {}
+        self._read: Mapping[StoredSpan, torch.Tensor] = {}
         """What this rank has read in the round."""
-        self._mover: Mover[BlockSpan, int] = Mover(
+        self._mover: Mover[StoredSpan, int] = Mover(
             channel,
             take=lambda span, moves: parts_of(self._read[span], moves),
             put=lambda index, moves, elements: targets[index].fill(moves, elements),
@@ -338,8 +330,8 @@ class _Handover:
 
     def use(
         self,
-        read: Mapping[BlockSpan, torch.Tensor],
-        by_rank: Sequence[Sequence[BlockSpan]],
+        read: Mapping[StoredSpan, torch.Tensor],
+        by_rank: Sequence[Sequence[StoredSpan]],
         buffers: Sequence[torch.Tensor] | None,
     ) -> None:
         """Carry out a round: `read` is what this rank has, `by_rank` the spans that each has in its buffer."""
@@ -353,39 +345,35 @@ class _Handover:
             return
         for shift in range(1, self._channel.size):  # each begins with its neighbour: not all read one rank's memory
             rank = (own + shift) % self._channel.size
-            self.take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
+            self.take(elements_of(by_rank[rank], buffers[rank]))
 
-    def take(self, read: Mapping[BlockSpan, torch.Tensor]) -> None:
+    def take(self, read: Mapping[StoredSpan, torch.Tensor]) -> None:
         """Take the elements that this rank needs out of spans, read here or elsewhere."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
                 self._targets[index].fill(parts, parts_of(elements, parts))
 
-    def memory_of(self, span: BlockSpan) -> torch.Tensor | None:
+    def memory_of(self, span: StoredSpan) -> torch.Tensor | None:
         """The bytes of a tensor that are just the bytes of a span, where this rank needs them once and as they are."""
         transfers = self._plan.transfers(span, self._channel.rank)
         if len(transfers) != 1:
             return None
         ((index, moves),) = transfers
-        tensor = self._targets[index].memory(self._stored[span.ordinal].piece.dtype)
+        tensor = self._targets[index].memory(span.stored.piece.dtype)
         if tensor is None:
             return None
         # One run on both sides: then the bytes of the span are, in their order, bytes of the tensor.
         source, target = next(runs_of(moves))
         whole = source.num_elements == sum(move.num_elements for move in moves)
         memory = plain_bytes(tensor, target.start, target.stop)
-        return memory if whole and memory.numel() == self._num_bytes(span) else None
+        return memory if whole and memory.numel() == span.stop - span.start else None
 
-    def _num_bytes(self, span: BlockSpan) -> int:
-        stored = self._stored[span.ordinal]
-        return min(span.last_block * self._block_bytes, stored.num_bytes) - span.first_block * self._block_bytes
-
-    def _deliveries(self, by_rank: Sequence[Sequence[BlockSpan]]) -> Iterator[Delivery[BlockSpan, int]]:
+    def _deliveries(self, by_rank: Sequence[Sequence[StoredSpan]]) -> Iterator[Delivery[StoredSpan, int]]:
         """What others need of this rank's spans, and what it needs of theirs."""
         own = self._channel.rank
         for giver, spans in enumerate(by_rank):
             for span in spans:
-                dtype = torch_dtype(self._stored[span.ordinal].piece.dtype)
+                dtype = torch_dtype(span.stored.piece.dtype)
                 # Both ends list a message's deliveries in the same order, that of the spans: it is how they understand
                 # its bytes.
                 for taker in self._plan.needers(span) if giver == own else [own]:

@@ -31,7 +31,7 @@ import xxhash
 
 from shardwise.checkpoint.blocks import damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.read_plan import BlockSpan
+from shardwise.checkpoint.read_plan import StoredSpan
 from shardwise.checkpoint.stores import Reader, Store, open_data, reason
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
@@ -208,35 +208,32 @@ class _FileStretch:
     stop: int
     at: int
     """First byte in the buffer, which is congruent to `start`, so that elements aligned in the file are in memory."""
-    spans: list[BlockSpan]
+    spans: list[StoredSpan]
 
 
-def batches_of(
-    spans: Sequence[BlockSpan], stored: Sequence[StoredPiece], *, block_bytes: int, max_bytes: int
-) -> list[list[BlockSpan]]:
+def batches_of(spans: Sequence[StoredSpan], *, block_bytes: int, max_bytes: int) -> list[list[StoredSpan]]:
     """The spans in batches of at most `max_bytes` each (one block at least); long spans are cut between blocks."""
-    batches: list[list[BlockSpan]] = []
+    batches: list[list[StoredSpan]] = []
     room = 0
     place = "", 0
     for span in spans:
-        first = span.first_block
-        while first < span.last_block:
+        start = span.start
+        while start < span.stop:
             if room < block_bytes:
                 batches.append([])
                 # A block is verified as a whole, so that a batch has room for one, however small the batch.
                 room = max(max_bytes, block_bytes)
-            last = min(span.last_block, first + room // block_bytes)
-            part = BlockSpan(span.ordinal, first, last)
-            file = stored[span.ordinal].file
-            start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
+            stop = min(span.stop, start + room // block_bytes * block_bytes)
+            part = StoredSpan(span.ordinal, start, stop, span.stored)
             # What lies between two stretches of a file is not read, but alignment may cost that much.
-            room -= stop - start + (_ALIGNMENT_BYTES if batches[-1] and place != (file, start) else 0)
+            room -= stop - start + (_ALIGNMENT_BYTES if batches[-1] and place != part.place else 0)
             batches[-1].append(part)
-            place, first = (file, stop), last
+            file, first = part.place
+            place, start = (file, first + stop - start), stop
     return batches
 
 
-Batch = tuple[Sequence[BlockSpan], torch.Tensor | None]
+Batch = tuple[Sequence[StoredSpan], torch.Tensor | None]
 """Spans that are read together, and of a single one maybe the memory where its bytes are wanted."""
 
 
@@ -251,14 +248,13 @@ class BegunRead:
 
 
 class BatchReader:
-    """Reads batches of spans of some stored pieces, and verifies them. Nothing is under way when its context ends."""
+    """Reads batches of spans, and verifies them. Nothing is under way when its context ends."""
 
-    def __init__(self, files: DataFiles, contents: Contents, stored: Sequence[StoredPiece], *, verify: bool) -> None:
+    def __init__(self, files: DataFiles, contents: Contents, *, verify: bool) -> None:
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._files = files
         self._contents = contents
-        self._stored = stored
         self._verify = verify
         self._begun: list[BegunRead] = []
 
@@ -272,13 +268,13 @@ class BatchReader:
                 yield ahead.popleft()
         yield from ahead
 
-    def begin(self, spans: Sequence[BlockSpan], memory: torch.Tensor) -> BegunRead:
+    def begin(self, spans: Sequence[StoredSpan], memory: torch.Tensor) -> BegunRead:
         """Begin to read a batch, by many requests, into memory of at least `buffer_bytes`."""
         return self._begin((spans, None), memory)
 
     def _begin(self, batch: Batch, room: torch.Tensor | GrowingBuffer) -> BegunRead:
         spans, memory = batch
-        stretches = list(_stretches(spans, self._stored, self._contents.block_bytes))
+        stretches = list(_stretches(spans))
         if memory is not None:
             stretches[0].at = 0
         else:
@@ -291,7 +287,7 @@ class BatchReader:
         self._begun.append(begun)
         return begun
 
-    def finish(self, begun: BegunRead) -> dict[BlockSpan, torch.Tensor]:
+    def finish(self, begun: BegunRead) -> dict[StoredSpan, torch.Tensor]:
         """The elements of every span of a batch, flat, in the dtype in which they are stored; none of one in place.
 
         Raises CheckpointError with every file that cannot be read and every block that is damaged. What is damaged in
@@ -309,7 +305,7 @@ class BatchReader:
         spans, in_place = begun.batch
         if in_place is not None:
             return {}
-        return elements_of(spans, begun.memory, self._stored, block_bytes=self._contents.block_bytes)
+        return elements_of(spans, begun.memory)
 
     def _fill(self, part: _FileStretch, buffer: torch.Tensor) -> list[str]:
         memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
@@ -320,25 +316,22 @@ class BatchReader:
             return [f"{self._files.store.location}/{part.file} cannot be read: {reason(error)}"]
         return [each for span in part.spans for each in self._damage(span, part, memory)] if self._verify else []
 
-    def _damage(self, span: BlockSpan, stretch: _FileStretch, memory: memoryview) -> list[str]:
-        stored = self._stored[span.ordinal]
+    def _damage(self, span: StoredSpan, stretch: _FileStretch, memory: memoryview) -> list[str]:
+        stored, size = span.stored, self._contents.block_bytes
         if stored.checksums is None:
             return []
-        size = self._contents.block_bytes
-        start, stop = _bytes_of_span(span, stored, size)
-        data = memory[start - stretch.start : stop - stretch.start]
-        damaged = damaged_blocks(data, stored.checksums, first_block=span.first_block, block_bytes=size)
+        first = span.place[1] - stretch.start
+        data = memory[first : first + span.stop - span.start]
+        damaged = damaged_blocks(data, stored.checksums, first_block=span.start // size, block_bytes=size)
         return [damage_finding(stored, block, self._contents, self._files.store.location) for block in damaged]
 
     def _parts(self, stretch: _FileStretch, part_bytes: int) -> Iterator[_FileStretch]:
         """A stretch in parts of about so many bytes, cut between blocks."""
-        size = self._contents.block_bytes
-        at = stretch.at
-        for spans in batches_of(stretch.spans, self._stored, block_bytes=size, max_bytes=part_bytes):
-            start, _ = _bytes_of_span(spans[0], self._stored[spans[0].ordinal], size)
-            _, stop = _bytes_of_span(spans[-1], self._stored[spans[-1].ordinal], size)
-            yield _FileStretch(stretch.file, start, stop, at, spans)
-            at += stop - start
+        start = stretch.start
+        for spans in batches_of(stretch.spans, block_bytes=self._contents.block_bytes, max_bytes=part_bytes):
+            stop = start + sum(span.stop - span.start for span in spans)
+            yield _FileStretch(stretch.file, start, stop, stretch.at + start - stretch.start, spans)
+            start = stop
 
     def __enter__(self) -> Self:
         return self
@@ -349,37 +342,35 @@ class BatchReader:
         abandon(chain.from_iterable(each.under_way or () for each in self._begun))
 
 
-def buffer_bytes(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], *, block_bytes: int) -> int:
+def buffer_bytes(batch: Sequence[StoredSpan]) -> int:
     """Bytes of the buffer into which a batch is read."""
-    return _end(list(_stretches(batch, stored, block_bytes)))
+    return _end(list(_stretches(batch)))
 
 
-def elements_of(
-    batch: Sequence[BlockSpan], buffer: torch.Tensor, stored: Sequence[StoredPiece], *, block_bytes: int
-) -> dict[BlockSpan, torch.Tensor]:
+def elements_of(batch: Sequence[StoredSpan], buffer: torch.Tensor) -> dict[StoredSpan, torch.Tensor]:
     """The elements of every span of a batch, in the buffer into which any rank has read it."""
     found = {}
     # Of the batch alone, not of the reader: in shared memory other ranks find the elements by the same rule.
-    for stretch in _stretches(batch, stored, block_bytes):
+    for stretch in _stretches(batch):
+        first = stretch.at
         for span in stretch.spans:
-            piece = stored[span.ordinal]
-            start, stop = _bytes_of_span(span, piece, block_bytes)
-            first = stretch.at + start - stretch.start
-            data = buffer[first : first + stop - start]
-            if first % itemsize_bytes(piece.piece.dtype):
+            dtype = span.stored.piece.dtype
+            data = buffer[first : first + span.stop - span.start]
+            if first % itemsize_bytes(dtype):
                 data = data.clone()  # files of other formats need not align their tensors
-            found[span] = data.view(torch_dtype(piece.piece.dtype))
+            found[span] = data.view(torch_dtype(dtype))
+            first += span.stop - span.start
     return found
 
 
-def _stretches(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], block_bytes: int) -> Iterator[_FileStretch]:
+def _stretches(batch: Sequence[StoredSpan]) -> Iterator[_FileStretch]:
     """Spans that follow one another in a file are read together, up to a limit."""
     current: _FileStretch | None = None
     end = 0
     for span in batch:
-        piece = stored[span.ordinal]
-        start, stop = _bytes_of_span(span, piece, block_bytes)
-        follows = current is not None and (current.file, current.stop) == (piece.file, start)
+        file, start = span.place
+        stop = start + span.stop - span.start
+        follows = current is not None and (current.file, current.stop) == (file, start)
         if current is not None and follows and stop - current.start <= _STRETCH_BYTES:
             current.stop = stop
             current.spans.append(span)
@@ -390,7 +381,7 @@ def _stretches(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], block_
         # The same remainder in memory as in the file. Files of ours align tensors, so that the bytes can be viewed as
         # elements without a copy.
         at = end + (start - end) % _ALIGNMENT_BYTES
-        current = _FileStretch(piece.file, start, stop, at, [span])
+        current = _FileStretch(file, start, stop, at, [span])
     if current is not None:
         yield current
 
@@ -453,9 +444,3 @@ def damage_finding(stored: StoredPiece, block: int, contents: Contents, location
         f"{location}/{stored.file} is damaged: bytes {start} to {stop}, which belong to {stored.piece}, do not have "
         "the checksum recorded when they were written"
     )
-
-
-def _bytes_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> tuple[int, int]:
-    """The place of a span in its file."""
-    start = stored.start + span.first_block * block_bytes
-    return start, min(stored.start + span.last_block * block_bytes, stored.start + stored.num_bytes)

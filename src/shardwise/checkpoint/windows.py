@@ -26,7 +26,7 @@ from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain
 from shardwise.checkpoint.stores import refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.moving.copies import part_of, parts_of, put
+from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import KEPT_FILL, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
@@ -150,6 +150,9 @@ class ReadTarget:
 
     def fill(self, moves: Iterable[Move], elements: Iterable[torch.Tensor]) -> None:
         """Put the elements of each of some moves into the piece where they belong, cast as they have to be."""
+        if self.folded is None and self.scales is None and len(self.dtypes) <= 2:
+            fill(self.view, moves, elements)
+            return
         # The last cast is the copy itself. The others are made here, of a part at a time: a chain such as float32 ->
         # bfloat16 -> float32 rounds, which no single cast does.
         between = [torch_dtype(each) for each in self.dtypes[1:-1]]
@@ -433,14 +436,14 @@ class PieceReader:
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
         max_bytes = self._files.request_bytes(plan.read_bytes) if self._files.num_ahead else BATCH_BYTES
-        batches = batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes)
-        with BatchReader(self._files, self.contents, stored, verify=True) as reader:
+        batches = batches_of(plan.reads, block_bytes=block_bytes, max_bytes=max_bytes)
+        with BatchReader(self._files, self.contents, verify=True) as reader:
             try:
                 for begun in reader.ahead((batch, None) for batch in batches):
                     for span, elements in reader.finish(begun).items():
                         # Right after it was verified, so that the copy finds it in the cache.
                         if self._digests is not None:
-                            self._digests.see(stored[span.ordinal].piece, elements, span.first_block * block_bytes)
+                            self._digests.see(span.stored.piece, elements, span.start)
                         for index, moves in plan.transfers(span, 0):
                             targets[index].fill(moves, parts_of(elements, moves))
             finally:

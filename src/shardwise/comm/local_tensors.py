@@ -71,10 +71,24 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def array_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
-    """The elements of a tensor of whole numbers on the CPU, as `numpy()` gives them, for its storage as `bytes_of`."""
-    strides = [stride * tensor.element_size() for stride in tensor.stride()]
-    return np.ndarray(tensor.shape, dtype_name(tensor.dtype), bytes_of(tensor), strides=strides)
+def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """The elements of a tensor on the CPU, of 1 to 8 bytes, as whole numbers with their bits."""
+    return np.asarray(_Memory(tensor))
+
+
+class _Memory:
+    """Tells numpy where elements are, and keeps them there: not by `numpy()`, see `bytes_of`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple([stride * size for stride in tensor.stride()]),
+            "typestr": f"<i{size}",
+        }
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from shardwise.comm.local_tensors import array_of
+from shardwise.comm.local_tensors import bits_of
 from shardwise.space import BlockPart, Move
 from shardwise.space.boxes import row_major_strides
 
@@ -55,17 +55,21 @@ def part_of(tensor: torch.Tensor, part: BlockPart, shape: Sequence[int]) -> torc
     if tuple(tensor.shape) == part.block:
         return tensor[tuple(slice(first, first + size) for first, size in zip(part.offset, shape, strict=True))]
     # One call into torch, not three: a span of a file is some hundred KiB, so that its views cost as much as its copy.
-    step = tensor.stride(0)
-    strides = [stride * step for stride in row_major_strides(part.block)]
+    (step,) = tensor.stride()
+    strides = row_major_strides(part.block)
+    if step != 1:
+        strides = tuple([stride * step for stride in strides])
     return tensor.as_strided(shape, strides, int(tensor.storage_offset()) + part.first * step)
 
 
 def parts_of(tensor: torch.Tensor, moves: Iterable[Move]) -> Iterator[torch.Tensor]:
     """What each of some moves takes of the tensor that holds their source, as the values that its memory stands for."""
     tensor = tensor.detach()
+    # A conjugated view has other bytes in memory than its values: a copy of the bytes would lose the conjugation.
+    is_plain = not (tensor.is_conj() or tensor.is_neg())
     for move in moves:
-        # A conjugated view has other bytes in memory than its values: a copy of the bytes would lose the conjugation.
-        yield part_of(tensor, move.source, move.shape).resolve_conj().resolve_neg()
+        part = part_of(tensor, move.source, move.shape)
+        yield part if is_plain else part.resolve_conj().resolve_neg()
 
 
 def fill(target: torch.Tensor, moves: Iterable[Move], elements: Iterable[torch.Tensor], *, adds: bool = False) -> None:
@@ -88,8 +92,8 @@ def put(target: torch.Tensor, source: torch.Tensor, *, queued: bool = False) -> 
         bits = _BITS[target.element_size()]
         target, source = target.view(bits), source.view(bits)
     # On a GPU torch's own kernels are the fastest; what follows is about the caches of a CPU.
-    on_cpu = target.device.type == source.device.type == "cpu"
-    if target.numel() < _LEAST_TRANSPOSED or not on_cpu or target.is_conj() or target.is_neg():
+    is_small = target.numel() < _LEAST_TRANSPOSED
+    if is_small or not (target.is_cpu and source.is_cpu) or target.is_conj() or target.is_neg():
         target.copy_(source, non_blocking=queued)
     elif target.stride(-1) == 1 and source.stride(-1) == 1:
         _put_rows(target, source)
@@ -108,11 +112,10 @@ def _put_rows(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
         return
     # As whole numbers: numpy has no bfloat16, and a float that is copied as a float might lose the payload of a NaN.
-    bits = _BITS.get(target.element_size())
-    if bits is None:  # 16 bytes
+    if target.element_size() not in _BITS:  # 16 bytes
         target.copy_(source)
         return
-    np.copyto(array_of(target.view(bits)), array_of(source.view(bits)))
+    np.copyto(bits_of(target), bits_of(source))
 
 
 _Dims = list[tuple[int, int, int]]
