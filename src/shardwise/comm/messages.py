@@ -23,8 +23,9 @@ needs nothing more from the sender.
 import collections
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -260,10 +261,11 @@ class Outbound:
         window: int,
         buffered: bool,
         constant: bool = False,
+        passed_on: bool = False,
         pairs: GlooPairs | None = None,
     ) -> None:
-        """constant: no one writes to the source again. pairs: for a message to one rank of another host that does not
-        fit into a frame."""
+        """constant: no one writes to the source again. passed_on: the source is still to come (`has_come`). pairs: for
+        a message to one rank of another host that does not fit into a frame."""
         self.targets = targets
         self.lane = lane
         self.num_on_the_way = 0
@@ -278,6 +280,7 @@ class Outbound:
         self._buffered = buffered
         self._constant = constant
         self._num_published = 0
+        self._num_here = 0 if passed_on else self.total
         self._pair = None if pairs is None else _pair_of(targets[0][0], pairs)
         self._tags: collections.deque[int] = collections.deque()
         self._begun = False
@@ -312,7 +315,16 @@ class Outbound:
         if self.is_published and self.answered:
             return []
         unread = [rank for rank, num_chunks in self._num_unread.items() if num_chunks]
+        if not unread and not self._is_next_here():
+            return []  # the intake of its transfer waits for it
         return unread or [link.rank for link, _ in self.targets]
+
+    def has_come(self, num_bytes: int) -> None:
+        """So much of the source is here, which another rank sends: it may be passed on."""
+        self._num_here = num_bytes
+
+    def _is_next_here(self) -> bool:
+        return min(self._num_published + SLOT_BYTES, self.total) <= self._num_here
 
     def credit(self, rank: int) -> bool:
         """A reader has consumed a chunk; whether this was its last. Raises ValueError where it has read them all."""
@@ -333,7 +345,7 @@ class Outbound:
             self._put_inline()
             return True
         moved = False
-        while self._num_published < self.total and self._copy():
+        while self._num_published < self.total and self._is_next_here() and self._copy():
             moved = True
             # After every chunk: a reader copies the first while this rank copies the second.
             for link, _ in self.targets:
@@ -459,11 +471,16 @@ class TransferInFlight:
 
     def advance(self) -> bool:
         """Do what can be done now; whether there was anything."""
+        moved = self._publish()
+        if self._intake is not None and self._intake.advance():
+            self._publish()  # what has come is passed on at once
+            moved = True
+        return moved
+
+    def _publish(self) -> bool:
         moved = False
         for outbound in self._outbounds:
             moved |= outbound.advance()
-        if self._intake is not None:
-            moved |= self._intake.advance()
         return moved
 
     @property
@@ -487,8 +504,14 @@ class TransferInFlight:
 class MessageFilling:
     """Each message is copied to its place; places may be anywhere and messages come in any order."""
 
-    def __init__(self, places: Sequence[tuple[Inbound, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        places: Sequence[tuple[Inbound, torch.Tensor]],
+        passed_on: Mapping[Inbound, Sequence[Outbound]] = MappingProxyType({}),
+    ) -> None:
+        """passed_on: the messages that give other ranks what one brings, out of its place."""
         self._open = list(places)
+        self._passed_on = passed_on
 
     def advance(self) -> bool:
         """See `Intake`."""
@@ -504,6 +527,8 @@ class MessageFilling:
                 place = target if is_whole else target[chunk.offset : chunk.offset + content.numel()]
                 if content.data_ptr() != place.data_ptr():  # gloo has received into the place itself
                     place.copy_(content)
+                for outbound in self._passed_on.get(inbound, ()):
+                    outbound.has_come(chunk.offset + content.numel())
                 chunk.consumed()
                 moved = True
             if inbound.is_complete:

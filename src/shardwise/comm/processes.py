@@ -12,6 +12,8 @@ adds. So a rank sends and receives as many bytes as in a ring, in one step inste
                                                      ^        ^------- from rank 2
                                                      +---------------- from rank 1
 
+Between hosts a large part of an all-gather goes to one rank of each host, which passes it on: see `host_ways`.
+
 `default_channel` says which channel a program gets that names none.
 """
 
@@ -22,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from multiprocessing.util import Finalize, register_after_fork
 
 import torch
@@ -47,7 +50,17 @@ from shardwise.comm.devices import only_device
 from shardwise.comm.frames import ChannelVerdict, different
 from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.hang_watch import QuietThread
-from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outbound, Summing, TransferInFlight, as_bytes
+from shardwise.comm.host_ways import HostWays, host_ways
+from shardwise.comm.messages import (
+    Collecting,
+    Inbound,
+    MessageFilling,
+    Outbound,
+    Summing,
+    TransferInFlight,
+    as_bytes,
+    fits_in_frame,
+)
 from shardwise.comm.rank_values import RankValues
 from shardwise.comm.relay import Relay
 from shardwise.comm.rendezvous import meet
@@ -315,17 +328,33 @@ class ProcessChannel:
         with self.board.lock:
             self.board.check(signature)
             parts = torch.split(output.detach(), list(signature.counts))
-            places = [
-                (self._expected(member, signature), as_bytes(part))
-                for member, part in zip(self.members, parts, strict=True)
-                if member != self.board.rank
-            ]
             # Usually the input is its own part of the output, as in a bucket of parameters.
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
-            outbounds = self.board.send(as_bytes(input), self._peers, self._collectives, signature)
-            return self.board.start(signature, outbounds, MessageFilling(places))
+            lane, ways = self._collectives, self._ways
+            is_large = {
+                member: not fits_in_frame(part.nbytes, local=False)
+                for member, part in zip(self.members, parts, strict=True)
+            }
+            takers = ways.takers if is_large[self.board.rank] else self._peers
+            outbounds = self.board.send(as_bytes(input), takers, lane, signature)
+            places: list[tuple[Inbound, torch.Tensor]] = []
+            passed_on: dict[Inbound, Sequence[Outbound]] = {}
+            # Two ranks count their messages alike: a rank gives its own part first, and then those of others in order.
+            late: list[tuple[int, torch.Tensor]] = []
+            for member, part in zip(self.members, parts, strict=True):
+                giver = ways.givers[member] if is_large[member] and member != self.board.rank else member
+                if giver != member:
+                    late.append((giver, part))
+                elif member != self.board.rank:
+                    inbound = self._expected(member, signature)
+                    places.append((inbound, as_bytes(part)))
+                    if is_large[member] and member in ways.passed_on:
+                        passed_on[inbound] = self.board.send(as_bytes(part), ways.near, lane, signature, passed_on=True)
+                        outbounds += passed_on[inbound]
+            places += [(self._expected(giver, signature), as_bytes(part)) for giver, part in late]
+            return self.board.start(signature, outbounds, MessageFilling(places, passed_on))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -445,6 +474,10 @@ class ProcessChannel:
                 nothing = self.board.send(torch.empty(0), [member], self._elsewhere, signature, buffered=True)
                 return self.board.start(signature, nothing, None)
             return self.board.start(signature, [], Collecting([self.board.expect(member, self._elsewhere, signature)]))
+
+    @cached_property
+    def _ways(self) -> HostWays:
+        return host_ways(self.board.rank, self.members, self.board.kernels)
 
     def _expected(self, member: int, signature: Signature) -> Inbound:
         return self.board.expect(member, self._collectives, signature)

@@ -162,10 +162,11 @@ class Switchboard:
         window_share: int = 1,
         buffered: bool = False,
         constant: bool = False,
+        passed_on: bool = False,
     ) -> list[Outbound]:
         """Messages with the same bytes to some world ranks; `window_share` such messages share the slots.
 
-        constant: no one writes to the source again, so that nothing has to be copied.
+        constant: no one writes to the source again, so that nothing has to be copied. passed_on: see `Outbound`.
         """
         stamp = self._stamp(signature)
         targets = [(self.links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
@@ -186,6 +187,7 @@ class Switchboard:
                 window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
                 buffered=buffered,
                 constant=constant,
+                passed_on=passed_on,
                 pairs=self.pairs if by_gloo else None,
             )
             key = (group[0][0].rank, lane, group[0][1])
