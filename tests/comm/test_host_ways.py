@@ -46,7 +46,7 @@ def test_members_are_those_of_the_channel_in_its_order() -> None:
     assert (ways.takers, ways.givers, ways.near) == ([1, 4], {1: 1, 4: 4}, [4])
 
 
-COUNTS = [3 << 20, INLINE_BYTES_BETWEEN_HOSTS + 1, 0, 17]
+COUNTS = [5 << 20, INLINE_BYTES_BETWEEN_HOSTS + 1, 0, 17]
 """Bytes that each rank gives: two are large, of which one ends in the middle of a chunk."""
 
 
@@ -81,12 +81,12 @@ def gather_after_counting(channel: ProcessChannel) -> dict[int, int]:
 
 
 def test_a_part_crosses_to_another_host_once() -> None:
-    """Rank 0 gives three chunks to rank 2, which gives them to rank 3; rank 1 gives its one to rank 3."""
+    """Rank 0 gives two chunks to rank 2, which gives them to rank 3 as five; rank 1 gives its one to rank 3."""
     sent = on_threads(4, gather_after_counting, among=relayed_boards(4, ranks_of_a_host=2))
     small, calls = 1, 4
-    assert sent[0] == {1: 3 * calls, 2: 3 * calls}
+    assert sent[0] == {1: 5 * calls, 2: 2 * calls}
     assert sent[1] == {0: 1 * calls, 3: 1 * calls}
-    assert sent[2] == {0: small * calls, 1: small * calls, 3: (small + 3) * calls}
+    assert sent[2] == {0: small * calls, 1: small * calls, 3: (small + 5) * calls}
     assert sent[3] == {0: small * calls, 1: small * calls, 2: (small + 1) * calls}
 
 

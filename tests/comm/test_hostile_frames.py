@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shardwise.comm import messages, shared_memory, switchboard
+from shardwise.comm import messages, shared_memory
 from shardwise.comm.call_log import packed_calls
 from shardwise.comm.channel import Signature
 from shardwise.comm.frames import (
@@ -56,8 +56,9 @@ REASONS = (
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is touched for the first time costs more than all else here."""
-    for module in (messages, shared_memory, switchboard):
+    for module in (messages, shared_memory):
         monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(messages, "GLOO_CHUNK_BYTES", SLOT_BYTES)
     monkeypatch.setattr(messages, "INLINE_BYTES_BETWEEN_HOSTS", messages.INLINE_BYTES)
 
 

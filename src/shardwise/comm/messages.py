@@ -1,4 +1,4 @@
-"""Messages in chunks of at most 1 MiB, and the transfers of one call that they make up.
+"""Messages in chunks of 1 MiB within a host and 4 MiB beyond, and the transfers of one call that they make up.
 
 A call becomes one `TransferInFlight`: some `Outbound` messages and one intake, which takes `Inbound` messages to where
 their bytes belong. The bytes of a message travel in one of four ways::
@@ -31,7 +31,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.channel import Signature
-from shardwise.comm.frames import ASKS, BY_GLOO, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
+from shardwise.comm.frames import ASKS, BY_GLOO, GLOO_CHUNK_BYTES, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
 from shardwise.comm.gloo_pairs import GlooPair, GlooPairs
 from shardwise.comm.links import Payload, PeerLink
 from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
@@ -42,7 +42,7 @@ INLINE_BYTES = 16 << 10
 INLINE_BYTES_BETWEEN_HOSTS = 512 << 10
 """The same between hosts. Up to this size gloo takes twice the processor time (measured), mostly to wake threads."""
 
-_MOST_AHEAD = 16
+_MOST_AHEAD = 4
 """Chunks of one message that gloo is asked for ahead, where they need memory until they are used."""
 
 _GROWTH_SLOTS = 4
@@ -52,6 +52,11 @@ _GROWTH_SLOTS = 4
 def fits_in_frame(num_bytes: int, *, local: bool) -> bool:
     """Whether a message travels in its frame, to a rank of this host (`local`) or of another one."""
     return num_bytes <= (INLINE_BYTES if local else INLINE_BYTES_BETWEEN_HOSTS)
+
+
+def bytes_of_chunk(num_bytes_left: int, *, local: bool) -> int:
+    """Of the next chunk of a message, to a rank of this host (`local`) or of another one."""
+    return min(SLOT_BYTES if local else GLOO_CHUNK_BYTES, num_bytes_left)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +114,7 @@ class MessageChunk:
 class GlooChunk(MessageChunk):
     """A part of a message whose bytes come through gloo, once they are asked for."""
 
-    __slots__ = ("_num_bytes", "_pair", "_tag", "is_here")
+    __slots__ = ("_memory", "_num_bytes", "_pair", "_tag", "is_here")
 
     def __init__(
         self, link: PeerLink, offset: int, acknowledgement: bytes, *, pair: GlooPair, tag: int, num_bytes: int
@@ -118,15 +123,24 @@ class GlooChunk(MessageChunk):
         self._pair = pair
         self._tag = tag
         self._num_bytes = num_bytes
+        self._memory: torch.Tensor | None = None
         self.is_here = False
 
     def fetch(self, target: torch.Tensor | None) -> None:
         """See `MessageChunk`."""
-        memory = torch.empty(self._num_bytes, dtype=torch.uint8)
-        if target is not None:
-            memory = target[self.offset : self.offset + self._num_bytes]
-        self.content = memory
-        self._pair.receive(self._tag, memory, self._arrive)
+        if target is None:
+            self._memory = self._pair.pairs.take_memory()
+            self.content = self._memory[: self._num_bytes]
+        else:
+            self.content = target[self.offset : self.offset + self._num_bytes]
+        self._pair.receive(self._tag, self.content, self._arrive)
+
+    def consumed(self) -> None:
+        """See `MessageChunk`."""
+        super().consumed()
+        if self._memory is not None:
+            self._pair.pairs.give_memory(self._memory)
+            self._memory = None
 
     def _arrive(self) -> None:
         self.is_here = True
@@ -192,11 +206,11 @@ class Inbound:
         self.is_refused = False
         self.chunks: collections.deque[MessageChunk] = collections.deque()
 
-    def check_next(self, *, digest: int, offset: int, total: int, num_bytes: int) -> None:
+    def check_next(self, *, digest: int, offset: int, total: int, num_bytes: int, local: bool) -> None:
         """Raise ValueError for a chunk that is not the next one of this message, cut as every rank cuts it."""
         if self.has_arrived or (self.digest is not None and (self.digest, self.total) != (digest, total)):
             raise ValueError("a chunk of another message")
-        if offset != self.num_arrived or num_bytes != min(SLOT_BYTES, total - offset):
+        if offset != self.num_arrived or num_bytes != bytes_of_chunk(total - offset, local=local):
             raise ValueError(f"{num_bytes} of {total} bytes at {offset}, after {self.num_arrived}")
 
     def add(self, chunk: MessageChunk, num_bytes: int) -> None:
@@ -423,8 +437,11 @@ class Outbound:
         if not self._buffered and self.num_on_the_way >= self._window:
             return False
         ((link, number),) = self.targets
-        num_bytes = min(SLOT_BYTES, self.total - self._num_published)
-        tag = self._pair.send(self._source[self._num_published : self._num_published + num_bytes])
+        num_bytes = bytes_of_chunk(self.total - self._num_published, local=False)
+        content = self._source[self._num_published : self._num_published + num_bytes]
+        # `send` gives the tensor back at once, but gloo reads it until the other side has received all of it. On this
+        # host the slots are that copy.
+        tag = self._pair.send(content, copied=self._buffered)
         self._tags.append(tag)
         place = PLACE.pack(tag)
         link.put(self._header(number, flags=BY_GLOO, length=len(place)) + place)
@@ -625,8 +642,7 @@ class Summing:
             if isinstance(term, torch.Tensor):
                 self._add(term[self._start : self._stop], None)
             elif term.fits(len(self._output) * self._dtype.itemsize, self._dtype.itemsize):
-                chunk = term.take()
-                self._add(chunk.tensor().view(self._dtype), chunk)
+                self._add(*self._region_of(term))
             else:
                 break
             moved = True
@@ -635,6 +651,14 @@ class Summing:
     @property
     def _stop(self) -> int:
         return min(self._start + self._region_elements, len(self._output))
+
+    def _region_of(self, term: Inbound) -> tuple[torch.Tensor, MessageChunk | None]:
+        """The values of the current region, and the chunk if they are its last."""
+        chunk = term.chunks[0]
+        values = chunk.tensor().view(self._dtype)
+        first = self._start - chunk.offset // self._dtype.itemsize
+        end = min(first + self._region_elements, len(values))
+        return values[first:end], term.take() if end == len(values) else None
 
     def _add(self, values: torch.Tensor, chunk: MessageChunk | None) -> None:
         region = self._output[self._start : self._stop]

@@ -48,10 +48,19 @@ from shardwise.comm.hang_watch import HangWatch, QuietThread
 from shardwise.comm.hosts import with_hosts
 from shardwise.comm.known_ranks import KnownRanks
 from shardwise.comm.links import Payload, PeerLink, flush_until
-from shardwise.comm.messages import Inbound, Intake, Outbound, Stamp, TransferInFlight, chunk_of, fits_in_frame
+from shardwise.comm.messages import (
+    Inbound,
+    Intake,
+    Outbound,
+    Stamp,
+    TransferInFlight,
+    bytes_of_chunk,
+    chunk_of,
+    fits_in_frame,
+)
 from shardwise.comm.peer_links import PeerLinks
 from shardwise.comm.relay import Relay, parsed_news
-from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
+from shardwise.comm.shared_memory import BASE_SLOTS, SlotPool
 from shardwise.comm.tally import RankTally
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
@@ -176,10 +185,8 @@ class Switchboard:
         # Readers on this host share one copy in a slot. Gloo sends a large message to each rank of other hosts apart.
         for group in filter(None, [near, far] if is_far_small else [near, *([target] for target in far)]):
             by_gloo = not (group[0][0].local or is_far_small)
-            # `send` gives the tensor back at once, but gloo reads it until the other side has received all of it. On
-            # this host the slots are that copy.
             outbound = Outbound(
-                source.clone() if by_gloo and buffered else source,
+                source,
                 group,
                 lane=lane,
                 stamp=stamp,
@@ -522,9 +529,10 @@ class Switchboard:
 
     def _take_chunk(self, link: PeerLink, header: Header, payload: Payload) -> None:
         _, flags, _, _, lane, digest, offset, total, number, length = header
-        num_bytes = min(SLOT_BYTES, total - offset) if flags & (IN_SLOT | IN_PLACE | BY_GLOO) else length
+        is_elsewhere = flags & (IN_SLOT | IN_PLACE | BY_GLOO)
+        num_bytes = bytes_of_chunk(total - offset, local=link.local) if is_elsewhere else length
         inbound = self._inbound(link.rank, lane, number)
-        inbound.check_next(digest=digest, offset=offset, total=total, num_bytes=num_bytes)
+        inbound.check_next(digest=digest, offset=offset, total=total, num_bytes=num_bytes, local=link.local)
         if inbound.digest is None:
             link.texts[digest]  # announced before, or it could not be told how calls differ
             inbound.digest = digest
