@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardwise.comm.host_ways import HostWays, host_ways
-from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.host_ways import HostWays, host_ways
+from shardwise.comm.process.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.errors import PeerError
 from tests.comm.boards import count_chunks, on_threads, relayed_boards
 

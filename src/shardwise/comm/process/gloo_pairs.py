@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm.communicators import looked_for
-from shardwise.comm.frames import GLOO_CHUNK_BYTES
+from shardwise.comm.device.groups import looked_for
+from shardwise.comm.process.frames import GLOO_CHUNK_BYTES
 from shardwise.comm.torch_private import gloo_device, gloo_group
 from shardwise.errors import in_words
 

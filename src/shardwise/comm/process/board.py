@@ -26,7 +26,9 @@ import torch
 
 from shardwise.comm.call_log import CallLog, packed_calls
 from shardwise.comm.channel import Signature
-from shardwise.comm.frames import (
+from shardwise.comm.hang_report import Whereabouts
+from shardwise.comm.hosts import with_hosts
+from shardwise.comm.process.frames import (
     ASKS,
     BY_GLOO,
     IN_PLACE,
@@ -42,13 +44,11 @@ from shardwise.comm.frames import (
     gone,
     unreachable,
 )
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.hang_report import Whereabouts
-from shardwise.comm.hang_watch import HangWatch, QuietThread
-from shardwise.comm.hosts import with_hosts
-from shardwise.comm.known_ranks import KnownRanks
-from shardwise.comm.links import Payload, PeerLink, flush_until
-from shardwise.comm.messages import (
+from shardwise.comm.process.gloo_pairs import GlooPairs
+from shardwise.comm.process.hang_watch import HangWatch, QuietThread
+from shardwise.comm.process.known_ranks import KnownRanks
+from shardwise.comm.process.link import Payload, PeerLink, flush_until
+from shardwise.comm.process.messages import (
     Inbound,
     Intake,
     Outbound,
@@ -58,9 +58,9 @@ from shardwise.comm.messages import (
     chunk_of,
     fits_in_frame,
 )
-from shardwise.comm.peer_links import PeerLinks
-from shardwise.comm.relay import Relay, parsed_news
-from shardwise.comm.shared_memory import BASE_SLOTS, SlotPool
+from shardwise.comm.process.peer_links import PeerLinks
+from shardwise.comm.process.relay import Relay, parsed_news
+from shardwise.comm.process.shared_memory import BASE_SLOTS, SlotPool
 from shardwise.comm.tally import RankTally
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
