@@ -8,6 +8,8 @@ of 32 MB from memory to memory, so that a busy machine slows both. The sides:
     shared memory, tcp   `processes`, the sum taken in float32 or in bfloat16
     gloo native          `reduce_scatter_tensor` (an all-reduce that rounds at every hop) and `all_gather_into_tensor`
     gloo pairs           isend and irecv between all pairs and a local sum, the best that can be built on gloo
+
+Small calls follow, on their own. Whatever ranks told each other by gloo would cost its smallest call at least.
 """
 
 import statistics
@@ -23,7 +25,7 @@ from shardwise.comm import Channel, launch, processes
 
 NUM_ELEMENTS = 16 << 20
 NUM_ROUNDS = 15
-EXCHANGE_CALLS = 100
+SMALL_CALLS = 100
 
 Side = Callable[[], object]
 
@@ -82,6 +84,32 @@ def sides(channels: dict[str, Channel]) -> dict[str, Side]:
     return timed
 
 
+def small_calls(channels: dict[str, Channel]) -> dict[str, Side]:
+    """What costs a rank its notices to others: the least that words on gloo would cost is a call of gloo."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    words, heard = torch.zeros(64, dtype=torch.uint8), torch.zeros(64 * size, dtype=torch.uint8)
+    given, got = torch.zeros(1 << 10), torch.zeros(1 << 10)
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def pass_on(channel: Channel) -> None:
+        channel.send(given, right, purpose="benchmark").wait()
+        channel.receive(got, left, purpose="benchmark").wait()
+
+    def pass_on_by_gloo() -> None:
+        works = [backend.send([given], right, 0), backend.recv([got], left, 0)]
+        for work in works:
+            work.wait()
+
+    timed: dict[str, Side] = {}
+    for name, channel in channels.items():
+        timed[f"exchange of 20 bytes, {name}"] = lambda channel=channel: channel.exchange(b"2" * 20, purpose="d")
+        timed[f"message of 4 KiB to the next, {name}"] = partial(pass_on, channel)
+    timed["all-gather of 64 bytes, gloo native"] = lambda: backend._allgather_base(heard, words).wait()
+    timed["message of 4 KiB to the next, gloo native"] = pass_on_by_gloo
+    return timed
+
+
 def measure() -> None:
     """Time every side on every rank and print the table on rank 0."""
     torch.set_num_threads(1)
@@ -102,16 +130,15 @@ def measure() -> None:
         for name, taken in seconds.items():
             ratio = statistics.median(side / copy for side, copy in zip(taken, copies, strict=True))
             print(f"{name:44} {statistics.median(taken) * 1e3:8.2f} {ratio:8.2f}")
-    for name, channel in channels.items():
+    for name, run in small_calls(channels).items():
+        dist.barrier()
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        for _ in range(EXCHANGE_CALLS):
-            channel.exchange(b"20 bytes or about it", purpose="d")
+        for _ in range(SMALL_CALLS):
+            run()
         taken = [(time.perf_counter() - begin), (time.process_time() - begin_cpu)]
         if dist.get_rank() == 0:
-            microseconds = [each / EXCHANGE_CALLS * 1e6 for each in taken]
-            print(
-                f"exchange of 20 bytes, {name:22} {microseconds[0]:8.0f} us, {microseconds[1]:.0f} us of processor time"
-            )
+            microseconds = [each / SMALL_CALLS * 1e6 for each in taken]
+            print(f"{name:44} {microseconds[0]:8.0f} us, {microseconds[1]:.0f} us of processor time")
     for channel in channels.values():
         channel.close()
     dist.destroy_process_group()

@@ -41,15 +41,15 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from benchmarks.markdown import Row, markdown
 from shardwise.comm.agreement import agreed
 from shardwise.comm.channel import Channel, Signature, alone
-from shardwise.comm.connections import HostRecord, compared_records, packed_record
-from shardwise.comm.joined_values import JoinedValues, joined
-from shardwise.comm.links import PeerLink
-from shardwise.comm.messages import fits_in_frame
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.connections import HostRecord, compared_records, packed_record
+from shardwise.comm.process.joined_values import JoinedValues, joined
+from shardwise.comm.process.link import PeerLink
+from shardwise.comm.process.messages import fits_in_frame
+from shardwise.comm.process.rendezvous import Rendezvous
+from shardwise.comm.process.tree import place_in_tree, relay_neighbours
 from shardwise.comm.rank_values import RankValues
-from shardwise.comm.rendezvous import Rendezvous
-from shardwise.comm.switchboard import Switchboard
-from shardwise.comm.tree import place_in_tree, relay_neighbours
 from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.forward.passes import Joint
 from shardwise.engine.step.channels import EngineChannels, RankGroups

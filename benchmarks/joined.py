@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import Channel
-from shardwise.comm.processes import processes
+from shardwise.comm.process.world import processes
 
 
 @contextmanager

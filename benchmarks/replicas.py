@@ -22,9 +22,9 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint import replicas
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.launch import launch
-from shardwise.comm.own_host import OwnHost
+from shardwise.comm.process.own_host import OwnHost
 from shardwise.errors import ShardwiseError
+from shardwise.launchers.local import launch
 
 RESULT = Path(__file__).parent / "results" / "replicas.md"
 COPIES = 5

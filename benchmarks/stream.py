@@ -33,7 +33,7 @@ import torch.distributed as dist
 import shardwise as sw
 from benchmarks.markdown import Row, markdown
 from shardwise.comm import Channel
-from shardwise.comm.launch import launch
+from shardwise.launchers.local import launch
 from shardwise.space import Piece, even_cuts
 
 RESULT = Path(__file__).parent / "results" / "stream.md"

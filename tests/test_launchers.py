@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.comm import default_channel
 from shardwise.errors import PlanError
-from shardwise.launchers import announced, first_host, place_of, thread_settings
+from shardwise.launchers.environment import announced, first_host, place_of, thread_settings
 from tests.forks.programs import started
 from tests.refusals import Refusals
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     # From their modules: type checkers take `room.parallelize` for the module of that name.
     from shardwise.checkpoint import Replicas, full, load, save, stream
     from shardwise.comm import Channel, Recorded, default_channel, simulate
-    from shardwise.comm.processes import processes
+    from shardwise.comm.process.world import processes
     from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.adapters import load_adapters, save_adapters

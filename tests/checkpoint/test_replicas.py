@@ -15,7 +15,7 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint import replicas
 from shardwise.comm import Channel, alone
-from shardwise.comm.own_host import OwnHost
+from shardwise.comm.process.own_host import OwnHost
 from shardwise.errors import CheckpointError
 from tests.checkpoint.small_states import empty_state, same, save_state, share_of_state, whole_state
 from tests.keepers.keeper_threads import KeeperThreads, impatient, threads

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import checkpoint
-from shardwise.comm.connections import host_identity
+from shardwise.comm.process.connections import host_identity
 from tests.cli.processes import done, losses, metrics, simulated
 from tests.cli.small_net import words, written
 from tests.forks.programs import started

@@ -14,7 +14,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.launchers import thread_settings
+from shardwise.launchers.environment import thread_settings
 from shardwise.train import check_references, rank, read_config
 from tests.cli.processes import in_this_process, losses, metrics, simulated
 from tests.cli.small_net import words, written

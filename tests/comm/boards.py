@@ -14,14 +14,14 @@ from unittest.mock import patch
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm import connections
-from shardwise.comm.frames import FORMAT, FrameKind
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.links import PeerLink
-from shardwise.comm.processes import ProcessChannel
-from shardwise.comm.relay import Relay
-from shardwise.comm.rendezvous import Rendezvous
-from shardwise.comm.switchboard import Switchboard
+from shardwise.comm.process import connections
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.frames import FORMAT, FrameKind
+from shardwise.comm.process.gloo_pairs import GlooPairs
+from shardwise.comm.process.link import PeerLink
+from shardwise.comm.process.relay import Relay
+from shardwise.comm.process.rendezvous import Rendezvous
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from shardwise.comm.links import PeerLink
-from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
-from shardwise.comm.processes import ProcessChannel
-from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
-from shardwise.comm.switchboard import Switchboard
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.link import PeerLink
+from shardwise.comm.process.messages import INLINE_BYTES_BETWEEN_HOSTS
+from shardwise.comm.process.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
 from shardwise.errors import PeerError
 from tests.comm.boards import PATIENCE_SECONDS, boards, on_threads, tcp_pair, until_no_thread_has
 
@@ -105,7 +105,7 @@ def test_a_source_is_the_callers_again_only_when_the_last_reader_has_it(remote: 
 
 def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that sends to a connection that is closed there gets a reset, and nothing more of what is on its way."""
-    monkeypatch.setattr("shardwise.comm.switchboard.LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.comm.process.board.LAST_WORDS_SECONDS", 0.0)
     ours, theirs = tcp_pair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 200_000)  # which any system grants
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
@@ -135,7 +135,7 @@ def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkey
 def test_what_a_rank_does_not_want_that_has_closed_disturbs_no_other(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.comm.gloo_pairs.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.comm.process.gloo_pairs.GRACE_SECONDS", 0.0)
     group = boards(3, remote=(0, 1, 2))
     leaver, sender, other = (ProcessChannel(board, (0, 1, 2), owns_board=True) for board in group)
     sent, got = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)

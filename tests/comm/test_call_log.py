@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.call_log import KEPT_CALLS, CallLog, Calls, LoggedCall, first_difference, packed_calls, parsed_calls
 from shardwise.comm.channel import Signature
-from shardwise.comm.messages import Stamp
+from shardwise.comm.process.messages import Stamp
 from tests.properties import tried
 
 STAMPS = {name: Stamp.of(Signature(operation="all_gather", purpose=name)) for name in "abcde"}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from shardwise.comm.communicators import Communicator, Communicators, DeviceLine, Launch, maker
+from shardwise.comm.device.groups import Communicator, Communicators, DeviceLine, Launch, maker
 from shardwise.errors import PeerError, PlanError
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shardwise.comm.devices import backend_of, group_device, named_device, only_device, own_device
+from shardwise.comm.device.kinds import backend_of, group_device, named_device, only_device, own_device
 from shardwise.errors import PlanError
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shardwise.comm import gloo_pairs
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.process import gloo_pairs
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.gloo_pairs import GlooPairs
+from shardwise.comm.process.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.errors import PeerError
 from tests.comm.boards import on_threads, until_no_thread_has
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from shardwise.comm import connections, frames, handshake, interfaces, reception
-from shardwise.comm.connections import connect
-from shardwise.comm.handshake import HELLO, Hello, key_of, proof, say_hello, secret_of_the_run, without_a_secret
+from shardwise.comm.process import connections, frames, handshake, interfaces, reception
+from shardwise.comm.process.connections import connect
+from shardwise.comm.process.handshake import HELLO, Hello, key_of, proof, say_hello, secret_of_the_run, without_a_secret
 from shardwise.errors import MismatchError, PlanError, ShardwiseError, VersionsWarning
 from tests.comm.boards import in_threads, meeting
 

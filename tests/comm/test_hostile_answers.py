@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise import errors
 from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
-from shardwise.comm.joined_values import JoinedValues, joined
+from shardwise.comm.process.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import DIM_0
 from shardwise.engine.forward.batches import MicrobatchLoss

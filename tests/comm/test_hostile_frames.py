@@ -14,10 +14,13 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shardwise.comm import messages, shared_memory, switchboard
 from shardwise.comm.call_log import packed_calls
 from shardwise.comm.channel import Signature
-from shardwise.comm.frames import (
+from shardwise.comm.hang_report import Whereabouts
+from shardwise.comm.process import intakes, messages, shared_memory
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.frames import (
     ASKS,
     BY_GLOO,
     FORMAT,
@@ -29,13 +32,10 @@ from shardwise.comm.frames import (
     Status,
     frame,
 )
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.hang_report import Whereabouts
-from shardwise.comm.links import PeerLink
-from shardwise.comm.messages import Stamp
-from shardwise.comm.processes import ProcessChannel
-from shardwise.comm.shared_memory import SharedSegment
-from shardwise.comm.switchboard import Switchboard
+from shardwise.comm.process.gloo_pairs import GlooPairs
+from shardwise.comm.process.link import PeerLink
+from shardwise.comm.process.messages import Stamp
+from shardwise.comm.process.shared_memory import SharedSegment
 from shardwise.errors import CallMismatchError, PeerError
 from tests.comm.boards import shared_descriptors
 from tests.comm.hostile import mutated
@@ -56,8 +56,9 @@ REASONS = (
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is touched for the first time costs more than all else here."""
-    for module in (messages, shared_memory, switchboard):
+    for module in (intakes, messages, shared_memory):
         monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(messages, "GLOO_CHUNK_BYTES", SLOT_BYTES)
     monkeypatch.setattr(messages, "INLINE_BYTES_BETWEEN_HOSTS", messages.INLINE_BYTES)
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.comm import connections, rendezvous
 from shardwise.comm.call_log import LoggedCall, packed_calls
-from shardwise.comm.frames import ChannelVerdict, FrameKind, Status
-from shardwise.comm.handshake import HELLO, Hello
 from shardwise.comm.hang_report import Whereabouts
-from shardwise.comm.relay import parsed_news
+from shardwise.comm.process import connections, rendezvous
+from shardwise.comm.process.frames import ChannelVerdict, FrameKind, Status
+from shardwise.comm.process.handshake import HELLO, Hello
+from shardwise.comm.process.relay import parsed_news
 from shardwise.errors import MismatchError, PeerError
 from shardwise.keepers.keeper_talk import receive_head
 from tests.comm.hostile import mutated

@@ -8,9 +8,9 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.agreement import aborting, agreed
-from shardwise.comm.connections import HostRecord, host_names
 from shardwise.comm.hosts import with_hosts
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.connections import HostRecord, host_names
 from shardwise.errors import CheckpointError, ShardwiseError
 from tests.comm.boards import on_threads
 

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardwise.comm import rendezvous
-from shardwise.comm.interfaces import addresses_of, listen, listener_of_the_store, own_addresses
+from shardwise.comm.process import rendezvous
+from shardwise.comm.process.interfaces import addresses_of, listen, listener_of_the_store, own_addresses
 from shardwise.errors import PeerError, PlanError
-from shardwise.launchers import announced, listening_ports
+from shardwise.launchers.environment import announced, listening_ports
 
 
 def test_a_process_listens_on_the_way_to_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm.joined_values import JoinedValues, joined
+from shardwise.comm.process.joined_values import JoinedValues, joined
 from tests.properties import tried
 
 uneven = st.lists(st.binary(max_size=9), min_size=1, max_size=40)

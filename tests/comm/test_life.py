@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.rendezvous import is_gone, own_record
+from shardwise.comm.process.rendezvous import is_gone, own_record
 from tests.processes.as_started import PATIENCE_SECONDS, ranks_of
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm.frames import HEADER_BYTES, FrameKind, Header, frame
-from shardwise.comm.links import READ_BYTES, PeerLink
-from shardwise.comm.shared_memory import SharedSegment, map_segment
+from shardwise.comm.process.frames import HEADER_BYTES, FrameKind, Header, frame
+from shardwise.comm.process.link import READ_BYTES, PeerLink
+from shardwise.comm.process.shared_memory import SharedSegment, map_segment
 from tests.comm.boards import shared_descriptors
 from tests.properties import tried
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.comm.connections import Connected
-from shardwise.comm.frames import ChannelVerdict, FrameKind, frame
-from shardwise.comm.links import PeerLink
-from shardwise.comm.processes import ProcessChannel
-from shardwise.comm.relay import Relay
-from shardwise.comm.switchboard import Switchboard
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.channel import ProcessChannel
+from shardwise.comm.process.connections import Connected
+from shardwise.comm.process.frames import ChannelVerdict, FrameKind, frame
+from shardwise.comm.process.link import PeerLink
+from shardwise.comm.process.relay import Relay
 from shardwise.errors import PeerError
 from tests.comm.boards import PATIENCE_SECONDS, Sent, count_chunks, on_threads, relayed_boards, tcp_pair, until
 
@@ -131,7 +131,7 @@ def everyone_to_everyone(channel: ProcessChannel) -> list[float]:
 
 
 def test_two_ranks_that_call_each_other_have_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.comm.relay.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.comm.process.relay.GRACE_SECONDS", 0.0)
     boards = relayed_boards(8, ranks_of_a_host=RANKS_OF_A_HOST)
     for rank, got in enumerate(on_threads(8, everyone_to_everyone, among=boards)):
         assert got == [float(other) for other in range(8) if other != rank]

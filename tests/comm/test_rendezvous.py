@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm import connections, frames, rendezvous
-from shardwise.comm.connections import Connected, connect
-from shardwise.comm.processes import processes
-from shardwise.comm.rendezvous import Rendezvous
-from shardwise.comm.tree import relay_neighbours
+from shardwise.comm.process import connections, frames, rendezvous
+from shardwise.comm.process.connections import Connected, connect
+from shardwise.comm.process.rendezvous import Rendezvous
+from shardwise.comm.process.tree import relay_neighbours
+from shardwise.comm.process.world import processes
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from tests.comm.boards import in_threads, meeting
 
@@ -169,7 +169,7 @@ def late(meetings: Sequence[Rendezvous], key: str) -> list[tuple[str, int | None
 
 
 def test_all_ranks_name_the_one_that_is_missing_and_not_the_one_that_collects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.comm.rendezvous.LIFE_SECONDS", 0.02)
+    monkeypatch.setattr("shardwise.comm.process.rendezvous.LIFE_SECONDS", 0.02)
     store = HashStore()
     impatient = meeting(0, 4, store, patience_seconds=0.05)
     for told, culprit in late([impatient, meeting(1, 4, store), meeting(3, 4, store)], "host"):

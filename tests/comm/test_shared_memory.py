@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SlotPool
+from shardwise.comm.process.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SlotPool
 
 
 def test_the_slot_given_back_last_is_taken_first() -> None:

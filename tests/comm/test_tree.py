@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm.tree import place_in_tree, relay_neighbours
+from shardwise.comm.process.tree import place_in_tree, relay_neighbours
 from tests.properties import tried
 
 

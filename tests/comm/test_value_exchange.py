@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.comm.agreement import exchange_parts
 from shardwise.comm.channel import Signature
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.process.channel import ProcessChannel
 from shardwise.errors import CallMismatchError, PeerError
 from tests.comm.boards import Sent, count_chunks, on_threads
 

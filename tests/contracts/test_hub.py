@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfFileSystem
+from tests.contracts.store_cases import content, read
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
@@ -18,7 +19,6 @@ from shardwise import checkpoint
 from shardwise.checkpoint import convert
 from shardwise.checkpoint.hub import HubStore
 from shardwise.errors import CheckpointError
-from tests.contracts.store_cases import content, read
 
 OLD, NEW = "0" * 40, "1" * 40
 

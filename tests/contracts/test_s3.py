@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.contracts.store_cases import CASES, Case, content, put, read
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -13,7 +14,6 @@ from shardwise.checkpoint import ObjectStore
 from shardwise.checkpoint.stores import store_of
 from shardwise.errors import CheckpointError
 from tests.contracts.s3_service import BUCKET, S3Service
-from tests.contracts.store_cases import CASES, Case, content, put, read
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import simulated
-from shardwise.comm.device_sums import ExactSum
+from shardwise.comm.device.sums import ExactSum
 from shardwise.testing.accelerator import Counts, counted
 from tests.fake_device.words import batch_of, fused, loss_of, plan, words
 

@@ -90,7 +90,7 @@ class _IdleRank:
             os._exit(0)
         order, standard = received
         order.take_up(standard)
-        launch: Any = importlib.import_module("shardwise.comm.launch")
+        launch: Any = importlib.import_module("shardwise.launchers.local")
         os.setpgid(0, 0)
         launch._die_with_launcher()
         ours.send(b"started")
@@ -219,7 +219,7 @@ def _fork_ranks(num_ranks: int) -> None:
         if not rank.pid:
             return
         idle.append(rank)
-    launch: Any = importlib.import_module("shardwise.comm.launch")
+    launch: Any = importlib.import_module("shardwise.launchers.local")
     popen = SimpleNamespace(PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
     launch.subprocess = SimpleNamespace(**vars(popen), Popen=_starts_from(idle))
     atexit.register(_dismiss, idle)

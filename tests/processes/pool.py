@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import Channel
-from shardwise.comm.processes import processes
+from shardwise.comm.process.world import processes
 from shardwise.errors import PeerError
 from shardwise.testing import strict
 from shardwise.testing.accelerator import LAST, NAME, behind, present

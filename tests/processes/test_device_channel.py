@@ -16,8 +16,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import errors
 from shardwise.comm import Channel, Work
-from shardwise.comm.device_channel import DeviceChannel
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.device.channel import DeviceChannel
+from shardwise.comm.process.channel import ProcessChannel
 from shardwise.errors import CallMismatchError, PeerError
 from shardwise.testing import strict
 from shardwise.testing.channels.faults import refuse_message

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwise.comm import Channel, Work
-from shardwise.comm.processes import processes
+from shardwise.comm.process.world import processes
 from shardwise.errors import PeerError
 from shardwise.testing.library import compiler
 from tests.processes.pool import SHARED_MEMORY, STRICT_DEVICE, TCP, Pool, Transport

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.launch import PEER_FAILED, launch
+from shardwise.launchers.local import PEER_FAILED, launch
 from tests.forks.programs import started
 
 RANK = "import os, signal, sys\nrank = int(os.environ['RANK'])\n"
@@ -102,7 +102,7 @@ print("rank 1 is gone")
 def test_ranks_that_do_not_end_are_terminated_and_then_killed(
     stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("shardwise.comm.launch"), "SECONDS_TO_TERMINATE", 0.5)
+    monkeypatch.setattr(import_module("shardwise.launchers.local"), "SECONDS_TO_TERMINATE", 0.5)
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     code = f"""
@@ -157,7 +157,7 @@ def test_no_rank_outlives_a_launcher_that_is_ended(number: signal.Signals, code:
     rank = RANK + f"open({str(gate)!r}, 'w').write(f'{{os.getpid()}} ')\nsignal.pause()"
     program = f"""
 import sys
-from shardwise.comm.launch import launch
+from shardwise.launchers.local import launch
 sys.exit(launch(None, ["-c", {rank!r}], num_processes=2))
 """
     with started(["-c", program]) as launcher:
@@ -176,7 +176,7 @@ sys.exit(launch(None, ["-c", {rank!r}], num_processes=2))
 def test_a_signal_that_comes_twice_at_once_leaves_ranks_their_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("shardwise.comm.launch")
+    module = import_module("shardwise.launchers.local")
     monkeypatch.setattr(module, "SECONDS_TO_TERMINATE", 0.01)
     monkeypatch.setattr(module, "ONE_REQUEST_SECONDS", 60.0)
     gate = tmp_path / "gate"

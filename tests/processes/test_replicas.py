@@ -15,7 +15,7 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint import keeper_store, replicas
 from shardwise.comm import Channel
-from shardwise.comm.own_host import OwnHost
+from shardwise.comm.process.own_host import OwnHost
 from shardwise.errors import PeerError
 from tests.checkpoint.small_states import same
 from tests.engine.loops import plan_of, rows

@@ -5,7 +5,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.process.channel import ProcessChannel
 from shardwise.errors import CallMismatchError
 from shardwise.testing import strict
 from tests.engine.matrix_optimizers import deep

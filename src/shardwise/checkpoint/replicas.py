@@ -35,8 +35,8 @@ from shardwise.checkpoint.states import Positioned, State
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import a_list, aborting, agreed, json_as, understood
-from shardwise.comm.handshake import key_of, secret_of_the_run
-from shardwise.comm.own_host import OwnHost
+from shardwise.comm.process.handshake import key_of, secret_of_the_run
+from shardwise.comm.process.own_host import OwnHost
 from shardwise.errors import CheckpointError
 from shardwise.keepers.keeper_host import KeeperAddress, OwnKeeper, socket_name
 

@@ -118,7 +118,7 @@ def errors_in_words(*, debug: bool, rank: int | None = None, verdicts: Path | No
             sys.exit(verdict.exit_code)
         verdict.leave(verdicts, rank)
         if verdict.is_about_peer:
-            from shardwise.comm.launch import PEER_FAILED
+            from shardwise.launchers.local import PEER_FAILED
 
             sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
         sys.exit(verdict.exit_code)
@@ -139,7 +139,7 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
 
     Raises UsageError where a launcher has started several, because each would start that many again.
     """
-    from shardwise.launchers import place_of
+    from shardwise.launchers.environment import place_of
 
     place = place_of(os.environ)
     if num_processes is None or place is None:
@@ -156,7 +156,7 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
 
 def set_threads() -> None:
     """Give a process that computes alone the `thread_settings`, where torch is not loaded yet."""
-    from shardwise.launchers import thread_settings
+    from shardwise.launchers.environment import thread_settings
 
     if "torch" not in sys.modules:
         for name, value in thread_settings(None).items():

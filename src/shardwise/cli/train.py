@@ -107,9 +107,9 @@ def _run(config: "RunConfig", resume: str | None, signals: StopSignals, *, is_ra
     from rich.console import Console
 
     from shardwise.comm import alone, processes
-    from shardwise.comm.devices import only_device
-    from shardwise.comm.handshake import without_a_secret
+    from shardwise.comm.device.kinds import only_device
     from shardwise.comm.hosts import hosts_of, naming_hosts
+    from shardwise.comm.process.handshake import without_a_secret
     from shardwise.train import device_of, run
 
     device = device_of(config)

@@ -6,9 +6,10 @@ is a world of one. `Recorded` wraps any channel and lists its calls.
 
 # Functions named like their module are bound here, before anybody can import that module and bind the name to it.
 from shardwise.comm.channel import Channel, Work, alone
-from shardwise.comm.launch import launch
-from shardwise.comm.processes import default_channel, processes
+from shardwise.comm.default_channel import default_channel
+from shardwise.comm.process.world import processes
 from shardwise.comm.recorded import Recorded, RecordedCall
 from shardwise.comm.simulated import simulate
+from shardwise.launchers.local import launch
 
 __all__ = ["Channel", "Recorded", "RecordedCall", "Work", "alone", "default_channel", "launch", "processes", "simulate"]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from shardwise.comm.messages import Stamp
+from shardwise.comm.process.messages import Stamp
 
 KEPT_CALLS = 1 << 12
 """More than a step makes: a rank that leaves out a whole pass is behind by as many."""

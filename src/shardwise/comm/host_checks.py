@@ -25,11 +25,11 @@ from typing import Literal
 
 import torch
 
-from shardwise.comm.devices import backend_of
-from shardwise.comm.launch import launch
-from shardwise.comm.processes import processes
+from shardwise.comm.device.kinds import backend_of
+from shardwise.comm.process.world import processes
 from shardwise.errors import PlanError, ShardwiseError, in_words
-from shardwise.launchers import place_of
+from shardwise.launchers.environment import place_of
+from shardwise.launchers.local import launch
 
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)(?:;.*extra == ['\"](\w+))?")
 

@@ -63,6 +63,11 @@ def span_elements(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a tensor on the CPU from its first element to its last, as flat bytes."""
     # Not by `numpy()`: torch refuses to resize a storage for ever after, and observers resize their buffers.

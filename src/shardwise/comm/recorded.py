@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.channel import Channel, Signature, Work
-from shardwise.comm.device_sums import Sums, summing, sums_of
+from shardwise.comm.device.sums import Sums, summing, sums_of
 from shardwise.comm.hosts import hosts_of
 from shardwise.comm.tally import RankTally, tally_of
 

@@ -40,8 +40,8 @@ from shardwise.comm.channel import (
     reduce_scatter_signature,
     scatter_sum,
 )
-from shardwise.comm.device_sums import ExactSum, PartsMemory, Sums, hand_over_parts
-from shardwise.comm.devices import make_current, simulated_devices
+from shardwise.comm.device.kinds import make_current, simulated_devices
+from shardwise.comm.device.sums import ExactSum, PartsMemory, Sums, hand_over_parts
 from shardwise.comm.hang_report import Whereabouts, lines_of, report
 from shardwise.comm.tally import RankTally
 from shardwise.comm.torch_private import cached_weights, is_in_forward_mode, restore_cached_weights

@@ -20,8 +20,8 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed, understood
+from shardwise.comm.default_channel import given_or_default
 from shardwise.comm.local_tensors import bytes_of, dtype_name, torch_dtype
-from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 

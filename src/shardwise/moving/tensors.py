@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Channel
+from shardwise.comm.default_channel import given_or_default
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.comm.processes import given_or_default
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.live_states import findings_of, stored_shape
 from shardwise.moving.mover import carry_out_plan

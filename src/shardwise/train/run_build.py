@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.devices import named_device
+from shardwise.comm.device.kinds import named_device
 from shardwise.engine.forward.batches import LossWeight
 from shardwise.engine.model.meta_init import Initialisation, forget_initialised
 from shardwise.engine.optimizers.known import OptimizerFunction

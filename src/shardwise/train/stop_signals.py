@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from shardwise.launchers import ONE_REQUEST_SECONDS
+from shardwise.launchers.environment import ONE_REQUEST_SECONDS
 
 if TYPE_CHECKING:
     from shardwise.comm import Channel

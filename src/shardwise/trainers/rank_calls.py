@@ -19,7 +19,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import ProfileKwargs, recursively_apply
 
 from shardwise.errors import ModelError
-from shardwise.launchers import announced
+from shardwise.launchers.environment import announced
 from shardwise.moving.nested_exchange import exchange
 from shardwise.trainers.data_ranks import DataRanks, padded_to, reduced
 

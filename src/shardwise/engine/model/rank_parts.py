@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.device_sums import sums_of
+from shardwise.comm.device.sums import sums_of
 from shardwise.engine.forward.batches import Batch, LossOfModel
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import Inventory

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 
 from shardwise.comm import Channel
-from shardwise.comm.device_sums import summing
+from shardwise.comm.device.sums import summing
 from shardwise.comm.hosts import naming_hosts
 from shardwise.comm.rank_values import Index
 from shardwise.errors import CallMismatchError, PeerError

@@ -39,7 +39,7 @@ from typing_extensions import override
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.agreement import json_as, understood
-from shardwise.comm.device_sums import sums_of
+from shardwise.comm.device.sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.inventory import take_gradient, take_gradients

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shardwise.comm.channel import Signature
-from shardwise.comm.communicators import Communicators
+from shardwise.comm.device.groups import Communicators
 
 _LOOK_SECONDS = 0.2
 """How soon a lost rank is noticed."""

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from shardwise.comm.channel import Signature
 from shardwise.comm.hang_report import Whereabouts, lines_of, report
-from shardwise.comm.messages import TransferInFlight
+from shardwise.comm.process.messages import TransferInFlight
 
 _LOOK_SECONDS = 1.0
 """How often the thread wakes up."""

@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm.communicators import looked_for
+from shardwise.comm.device.groups import looked_for
+from shardwise.comm.process.frames import GLOO_CHUNK_BYTES
 from shardwise.comm.torch_private import gloo_device, gloo_group
 from shardwise.errors import in_words
 
@@ -48,6 +49,9 @@ The connection of a rank that is lost says more.
 _CONNECT_SHARE = 0.75
 """Of the time limit: a connection that fails is reported before the wait for its tensors ends."""
 
+
+_KEPT_CHUNKS = 16
+"""Memory of so many chunks is kept for the next ones."""
 
 _Looked = TypeVar("_Looked")
 
@@ -100,6 +104,7 @@ class GlooPairs:
         self._store = store
         self._pairs: dict[int, GlooPair] = {}
         self._devices: dict[str, object] = {}
+        self._memory: list[torch.Tensor] = []
         self._arrived: deque[Callable[[], None]] = deque()
         # Readable when something has arrived: the program polls it together with its connections.
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -144,6 +149,15 @@ class GlooPairs:
                 self._arrived.append(event)
                 os.eventfd_write(self._bell, 1)
 
+    def take_memory(self) -> torch.Tensor:
+        """Memory for a chunk; if there is some, such as was used before: the first touch costs more than a copy."""
+        return self._memory.pop() if self._memory else torch.empty(GLOO_CHUNK_BYTES, dtype=torch.uint8)
+
+    def give_memory(self, memory: torch.Tensor) -> None:
+        """Take it back."""
+        if len(self._memory) < _KEPT_CHUNKS:
+            self._memory.append(memory)
+
     def connect(self, peer: int, address: str) -> _PairGroup:
         """The group of two; returns when both are connected. Raises RuntimeError where they cannot be."""
         with self._lock:
@@ -168,6 +182,7 @@ class GlooPairs:
             pair.close()
         self._pairs.clear()
         self._devices.clear()
+        self._memory.clear()
         self._arrived.clear()
 
     def leave_to_parent(self) -> None:
@@ -179,7 +194,8 @@ class GlooPair:
     """This rank and one of another host."""
 
     def __init__(self, pairs: GlooPairs, rank: int, address: Callable[[], str]) -> None:
-        self._pairs = pairs
+        self.pairs = pairs
+        """All of this rank."""
         self._rank = rank
         self._address = address
         self._at = int(rank > pairs.rank)  # the place of the other rank in the group of two
@@ -188,6 +204,8 @@ class GlooPair:
         """What begins when the two are connected."""
         self._sent: dict[int, dist.Work | None] = {}
         """By tag the sends that the other side may not have received: gloo drops one without a reference."""
+        self._copies: dict[int, torch.Tensor] = {}
+        """By tag the memory of what was copied."""
         self._received: SimpleQueue[tuple[dist.Work, torch.Tensor, Callable[[], None]] | None] = SimpleQueue()
         self._next_tag = 0
         self._lock = threading.RLock()
@@ -200,9 +218,12 @@ class GlooPair:
             self._thread = threading.Thread(target=self._run, name="shardwise gloo pair", daemon=True)
             self._thread.start()
 
-    def send(self, content: torch.Tensor) -> int:
-        """Begin to send; the tag of it. The memory must not change before the tag is released."""
+    def send(self, content: torch.Tensor, *, copied: bool = False) -> int:
+        """Begin to send; the tag of it. The memory must not change before the tag is released, unless it is copied."""
         tag = self._next_tag
+        if copied:
+            memory = self._copies[tag] = self.pairs.take_memory()
+            content = memory[: len(content)].copy_(content)
         self._next_tag = (tag + 1) % _TAGS
         self._sent[tag] = None
 
@@ -216,6 +237,8 @@ class GlooPair:
     def release(self, tag: int) -> None:
         """The other side has received what was sent under this tag."""
         del self._sent[tag]
+        if tag in self._copies:
+            self.pairs.give_memory(self._copies.pop(tag))
 
     def receive(self, tag: int, memory: torch.Tensor, on_arrival: Callable[[], None]) -> None:
         """Receive what the other side has sent under this tag, as many bytes as `memory` has."""
@@ -227,6 +250,7 @@ class GlooPair:
         with self._lock:
             self._waiting.clear()
             self._sent.clear()
+            self._copies.clear()
             self._group = None
 
     def _start(self, begin: Callable[[_PairGroup], None]) -> None:
@@ -244,26 +268,26 @@ class GlooPair:
     def _run(self) -> None:
         try:
             # The connection of the two ranks may not be there yet, and it says which way leads to the other one.
-            address = _found(self._address, lambda: self._pairs.has_ended)
-            group = self._pairs.connect(self._rank, address)
+            address = _found(self._address, lambda: self.pairs.has_ended)
+            group = self.pairs.connect(self._rank, address)
             with self._lock:
                 while self._waiting:
                     self._waiting.popleft()(group)
-                if not self._pairs.has_ended:
+                if not self.pairs.has_ended:
                     self._group = group
             del group
             # Far beyond our own limit, which says more: with its limit gloo closes the pair.
-            limit = timedelta(seconds=2 * self._pairs.timeout_seconds + 60)
+            limit = timedelta(seconds=2 * self.pairs.timeout_seconds + 60)
             while (receive := self._received.get()) is not None:
                 work, memory, on_arrival = receive
                 work.wait(limit)
-                self._pairs.tell(on_arrival)
+                self.pairs.tell(on_arrival)
                 del receive, work, memory, on_arrival
         except RuntimeError as error:  # what the errors of torch.distributed have in common
             self._break(error)
 
     def _break(self, error: RuntimeError) -> None:
-        self._pairs.tell(partial(self._pairs.note_broken, self._rank, in_words(error)))
+        self.pairs.tell(partial(self.pairs.note_broken, self._rank, in_words(error)))
 
 
 def _found(look: Callable[[], _Looked], has_ended: Callable[[], bool]) -> _Looked:

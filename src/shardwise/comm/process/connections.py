@@ -30,20 +30,20 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.frames import WIRE
-from shardwise.comm.handshake import (
+from shardwise.comm.hosts import with_hosts
+from shardwise.comm.process.frames import WIRE
+from shardwise.comm.process.handshake import (
     HELLO_SECONDS,
     OTHER_FORMAT,
     format_and_version,
     key_of,
     say_hello,
 )
-from shardwise.comm.hosts import with_hosts
-from shardwise.comm.interfaces import is_loopback, listen, own_addresses, seen_from_here
-from shardwise.comm.links import PeerLink
-from shardwise.comm.reception import LONGEST_LOOK_UP_SECONDS, LOOK_UP_SECONDS, accept
-from shardwise.comm.rendezvous import Rendezvous
-from shardwise.comm.tree import relay_neighbours
+from shardwise.comm.process.interfaces import is_loopback, listen, own_addresses, seen_from_here
+from shardwise.comm.process.link import PeerLink
+from shardwise.comm.process.reception import LONGEST_LOOK_UP_SECONDS, LOOK_UP_SECONDS, accept
+from shardwise.comm.process.rendezvous import Rendezvous
+from shardwise.comm.process.tree import relay_neighbours
 from shardwise.errors import MismatchError, PeerError, VersionsWarning, in_words
 
 _TOKEN_BYTES = 16

@@ -6,10 +6,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from shardwise.comm.connections import host_identity
-from shardwise.comm.interfaces import is_loopback, own_addresses, seen_from_here
-from shardwise.comm.rendezvous import store_host_here
-from shardwise.launchers import listening_ports
+from shardwise.comm.process.connections import host_identity
+from shardwise.comm.process.interfaces import is_loopback, own_addresses, seen_from_here
+from shardwise.comm.process.rendezvous import store_host_here
+from shardwise.launchers.environment import listening_ports
 
 
 @dataclass(frozen=True, slots=True)

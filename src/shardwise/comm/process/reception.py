@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from shardwise.comm.handshake import Caller, check_formats
+from shardwise.comm.process.handshake import Caller, check_formats
 from shardwise.errors import few_of
 
 LOOK_UP_SECONDS, LONGEST_LOOK_UP_SECONDS = 0.2, 2.0

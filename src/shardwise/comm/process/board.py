@@ -26,7 +26,9 @@ import torch
 
 from shardwise.comm.call_log import CallLog, packed_calls
 from shardwise.comm.channel import Signature
-from shardwise.comm.frames import (
+from shardwise.comm.hang_report import Whereabouts
+from shardwise.comm.hosts import with_hosts
+from shardwise.comm.process.frames import (
     ASKS,
     BY_GLOO,
     IN_PLACE,
@@ -42,16 +44,23 @@ from shardwise.comm.frames import (
     gone,
     unreachable,
 )
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.hang_report import Whereabouts
-from shardwise.comm.hang_watch import HangWatch, QuietThread
-from shardwise.comm.hosts import with_hosts
-from shardwise.comm.known_ranks import KnownRanks
-from shardwise.comm.links import Payload, PeerLink, flush_until
-from shardwise.comm.messages import Inbound, Intake, Outbound, Stamp, TransferInFlight, chunk_of, fits_in_frame
-from shardwise.comm.peer_links import PeerLinks
-from shardwise.comm.relay import Relay, parsed_news
-from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
+from shardwise.comm.process.gloo_pairs import GlooPairs
+from shardwise.comm.process.hang_watch import HangWatch, QuietThread
+from shardwise.comm.process.known_ranks import KnownRanks
+from shardwise.comm.process.link import Payload, PeerLink, flush_until
+from shardwise.comm.process.messages import (
+    Inbound,
+    Intake,
+    Outbound,
+    Stamp,
+    TransferInFlight,
+    bytes_of_chunk,
+    chunk_of,
+    fits_in_frame,
+)
+from shardwise.comm.process.peer_links import PeerLinks
+from shardwise.comm.process.relay import Relay, parsed_news
+from shardwise.comm.process.shared_memory import BASE_SLOTS, SlotPool
 from shardwise.comm.tally import RankTally
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
@@ -162,10 +171,11 @@ class Switchboard:
         window_share: int = 1,
         buffered: bool = False,
         constant: bool = False,
+        passed_on: bool = False,
     ) -> list[Outbound]:
         """Messages with the same bytes to some world ranks; `window_share` such messages share the slots.
 
-        constant: no one writes to the source again, so that nothing has to be copied.
+        constant: no one writes to the source again, so that nothing has to be copied. passed_on: see `Outbound`.
         """
         stamp = self._stamp(signature)
         targets = [(self.links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
@@ -175,10 +185,8 @@ class Switchboard:
         # Readers on this host share one copy in a slot. Gloo sends a large message to each rank of other hosts apart.
         for group in filter(None, [near, far] if is_far_small else [near, *([target] for target in far)]):
             by_gloo = not (group[0][0].local or is_far_small)
-            # `send` gives the tensor back at once, but gloo reads it until the other side has received all of it. On
-            # this host the slots are that copy.
             outbound = Outbound(
-                source.clone() if by_gloo and buffered else source,
+                source,
                 group,
                 lane=lane,
                 stamp=stamp,
@@ -186,6 +194,7 @@ class Switchboard:
                 window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
                 buffered=buffered,
                 constant=constant,
+                passed_on=passed_on,
                 pairs=self.pairs if by_gloo else None,
             )
             key = (group[0][0].rank, lane, group[0][1])
@@ -520,9 +529,10 @@ class Switchboard:
 
     def _take_chunk(self, link: PeerLink, header: Header, payload: Payload) -> None:
         _, flags, _, _, lane, digest, offset, total, number, length = header
-        num_bytes = min(SLOT_BYTES, total - offset) if flags & (IN_SLOT | IN_PLACE | BY_GLOO) else length
+        is_elsewhere = flags & (IN_SLOT | IN_PLACE | BY_GLOO)
+        num_bytes = bytes_of_chunk(total - offset, local=link.local) if is_elsewhere else length
         inbound = self._inbound(link.rank, lane, number)
-        inbound.check_next(digest=digest, offset=offset, total=total, num_bytes=num_bytes)
+        inbound.check_next(digest=digest, offset=offset, total=total, num_bytes=num_bytes, local=link.local)
         if inbound.digest is None:
             link.texts[digest]  # announced before, or it could not be told how calls differ
             inbound.digest = digest

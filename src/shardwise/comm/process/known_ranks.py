@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from shardwise.comm.frames import ChannelVerdict, Status
-from shardwise.comm.messages import Stamp
+from shardwise.comm.process.frames import ChannelVerdict, Status
+from shardwise.comm.process.messages import Stamp
 
 
 class KnownRank:

@@ -10,11 +10,11 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
-from shardwise.comm.frames import FrameKind, frame
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.known_ranks import KnownRanks
-from shardwise.comm.links import Flusher, PeerLink, Taker, flush_until
-from shardwise.comm.relay import Relay
+from shardwise.comm.process.frames import FrameKind, frame
+from shardwise.comm.process.gloo_pairs import GlooPairs
+from shardwise.comm.process.known_ranks import KnownRanks
+from shardwise.comm.process.link import Flusher, PeerLink, Taker, flush_until
+from shardwise.comm.process.relay import Relay
 
 Hearer = Callable[[int, int, object], None]
 """Given what came through the relay: the rank that says it, the kind of frame, and what `parsed_news` made of it."""

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TypeAlias
 
-from shardwise.launchers import ONE_REQUEST_SECONDS, thread_settings
+from shardwise.launchers.environment import ONE_REQUEST_SECONDS, thread_settings
 
 PEER_FAILED = 3
 """Exit code of a rank that ended only because another one did; the launcher then looks for that other one."""

@@ -31,11 +31,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shardwise.comm.call_log import parsed_calls
-from shardwise.comm.connections import Connected
-from shardwise.comm.frames import ChannelVerdict, FrameKind, Header, Status, frame, garbled, gone
 from shardwise.comm.hang_report import Whereabouts
-from shardwise.comm.links import Payload, PeerLink, flush_until
-from shardwise.comm.reception import Reception
+from shardwise.comm.process.connections import Connected
+from shardwise.comm.process.frames import ChannelVerdict, FrameKind, Header, Status, frame, garbled, gone
+from shardwise.comm.process.link import Payload, PeerLink, flush_until
+from shardwise.comm.process.reception import Reception
 from shardwise.errors import ShardwiseError, in_words
 
 GRACE_SECONDS = 0.2

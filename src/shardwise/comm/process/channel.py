@@ -1,5 +1,4 @@
-"""The channel over real processes: shared memory between CPU ranks of one host, gloo between hosts, the devices'
-backend between devices (NCCL, for one).
+"""The channel of some processes for tensors on the CPU: shared memory on one host, gloo between hosts.
 
 Here calls become messages; a `Switchboard` moves them. A collective of n ranks is n (n - 1) messages, each straight to
 its reader. An all-gather gives the same bytes to all. A reduce-scatter gives each rank its own part, and the reader
@@ -12,21 +11,16 @@ adds. So a rank sends and receives as many bytes as in a ring, in one step inste
                                                      ^        ^------- from rank 2
                                                      +---------------- from rank 1
 
-`default_channel` says which channel a program gets that names none.
+Between hosts a large part of an all-gather goes to one rank of each host, which passes it on: see `host_ways`.
 """
 
 import contextlib
-import os
-import sys
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.util import Finalize, register_after_fork
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
-from shardwise.comm.agreement import aborting, understood
+from shardwise.comm.agreement import understood
 from shardwise.comm.call_log import CallLog, Calls, first_difference, packed_calls, parsed_calls
 from shardwise.comm.channel import (
     FINISHED,
@@ -34,160 +28,21 @@ from shardwise.comm.channel import (
     Signature,
     Work,
     all_gather_signature,
-    alone,
     member_ranks,
     message_signature,
     reduce_scatter_signature,
 )
-from shardwise.comm.communicators import Communicators, maker
-from shardwise.comm.connections import connect
-from shardwise.comm.device_channel import DeviceChannel
-from shardwise.comm.devices import only_device
 from shardwise.comm.digests import number_of
-from shardwise.comm.frames import ChannelVerdict, different
-from shardwise.comm.gloo_pairs import GlooPairs
-from shardwise.comm.hang_watch import QuietThread
-from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outbound, Summing, TransferInFlight, as_bytes
+from shardwise.comm.local_tensors import as_bytes
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.frames import ChannelVerdict, different
+from shardwise.comm.process.host_ways import HostWays, host_ways
+from shardwise.comm.process.intakes import Collecting, MessageFilling, Summing
+from shardwise.comm.process.messages import Inbound, Outbound, TransferInFlight, fits_in_frame
+from shardwise.comm.process.value_exchange import ValueExchange
 from shardwise.comm.rank_values import RankValues
-from shardwise.comm.relay import Relay
-from shardwise.comm.rendezvous import meet
-from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.tally import RankTally
-from shardwise.comm.value_exchange import ValueExchange
-from shardwise.errors import ShardwiseError, in_words
-from shardwise.launchers import place_of
-
-_ENDED = "has ended its program (its last line, or sys.exit) without closing its channel"
-
-
-def processes(
-    *,
-    timeout_seconds: float = 60.0,
-    shared_memory: bool = True,
-    device: torch.device | None = None,
-    interface: str | None = None,
-    ports: str | None = None,
-) -> Channel:
-    """The channel of all processes that were started together.
-
-    They meet through the default process group of torch.distributed, or, when there is none, through the environment
-    that `torchrun`, `shardwise train --nproc`, `srun` or `mpirun` set. Only the group's store is used: a rank connects
-    to a few others at once, and to further ones for the first message. Tensors travel in shared memory between ranks of
-    one host that both allow it, else over gloo. Between devices they travel over NCCL, or the backend that torch names
-    for devices of their kind.
-
-    `device`: where the tensors live; default this rank's accelerator, unless the process group is one for the CPU.
-    `interface`: the name or an address of the network interface to listen on, such as "ib0"; default the one on the
-    way to the store. `ports`: a range to listen on, such as "20000-20100"; that of gloo's ports is the kernel's.
-    SHARDWISE_INTERFACE and SHARDWISE_PORTS of the environment come first.
-    Raises `PeerError` when a rank does not appear, is lost, or makes no progress for `timeout_seconds`.
-    """
-    meeting = meet(timeout_seconds=timeout_seconds, device=device, interface=interface, ports=ports)
-    if meeting.size == 1:
-        return alone(meeting.device)
-    connected = connect(meeting, shared_memory=shared_memory)
-    one_host = len(set(connected.kernels)) == 1
-    pairs = None if one_host else GlooPairs(meeting.rank, meeting.store, timeout_seconds=timeout_seconds)
-    board = Switchboard(
-        meeting.rank,
-        {},
-        timeout_seconds=timeout_seconds,
-        kernels=connected.kernels,
-        hosts=connected.hosts,
-        relay=Relay(meeting.rank, connected, timeout_seconds=timeout_seconds),
-        pairs=pairs,
-    )
-    _watch_over(board, timeout_seconds)
-    _drop_in_children(board)
-    _speak_at_the_end(board)
-    channel = ProcessChannel(board, tuple(range(meeting.size)), owns_board=True)
-    if meeting.device.type == "cpu":
-        return channel
-    communicators = Communicators(maker(meeting.device, timeout_seconds=timeout_seconds), meeting.store)
-    return DeviceChannel(channel, meeting.device, communicators, timeout_seconds=timeout_seconds)
-
-
-def default_channel() -> Channel:
-    """The initialised process group, else the processes that a launcher announces, else a world of one.
-
-    Each rank has the accelerator of its host, if there is one and the process group is not for the CPU alone.
-    Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
-    them to meet.
-    """
-    initialised = dist.is_available() and dist.is_initialized()
-    return processes() if initialised or place_of(os.environ) is not None else alone(only_device(None))
-
-
-@contextmanager
-def given_or_default(channel: Channel | None, doing: str) -> Iterator[Channel]:
-    """A channel for one thing to do: the one given, or the default one, which is closed afterwards.
-
-    An error that the ranks have not agreed on aborts the channel, with what this rank was `doing`: no peer waits.
-    """
-    # A channel that was given may serve other things after this one: only its owner closes it.
-    used = channel if channel is not None else default_channel()
-    try:
-        with aborting(used, doing):
-            yield used
-    finally:
-        if channel is None:
-            used.close()
-
-
-def channel_of(state: object) -> Channel | None:
-    """The channel of an object that has one as `channel`, such as an engine: its ranks hold the object together."""
-    channel = getattr(state, "channel", None)
-    return channel if isinstance(channel, Channel) else None
-
-
-def _watch_over(board: Switchboard, timeout_seconds: float) -> None:
-    """Let a thread say where this rank is while it makes no call, and that its program ends though threads go on."""
-    # Weak: a board that the program has let go of ends its connections.
-    reference = weakref.ref(board)
-
-    def look(idle_seconds: float) -> None:
-        if (quiet := reference()) is not None:
-            quiet.look(idle_seconds)
-
-    def speak() -> None:
-        if (left := reference()) is not None:
-            # Python waits for threads of the program before it runs what `_speak_at_the_end` has left to the end.
-            left.leave(f"rank {left.rank} {_end_in_words()}")
-
-    board.quiet_thread = QuietThread(board.watch.activity, timeout_seconds=timeout_seconds, on_quiet=look, on_end=speak)
-    weakref.finalize(board, board.quiet_thread.stop).atexit = False
-
-
-def _drop_in_children(board: Switchboard) -> None:
-    """Close in a forked worker, such as a data loader's, what it has inherited.
-
-    Peers learn of the death of this rank by the end of its connections. A worker would keep them open. A child that the
-    program forks itself does so when it first calls the channel.
-    """
-    # No hook of the interpreter, which would stay for good: multiprocessing forgets a board that is gone.
-    register_after_fork(board, Switchboard.leave_to_parent)
-
-
-def _speak_at_the_end(board: Switchboard) -> None:
-    """A program that ends without `close` tells its peers why: they would only see that it is gone.
-
-    What `sys.exit` was called with is known in processes of `multiprocessing` alone.
-    """
-    reference = weakref.ref(board)
-
-    def speak() -> None:
-        if (left := reference()) is not None:
-            left.leave(f"rank {left.rank} {_end_in_words(sys.exception())}")
-
-    # Not `atexit`, which processes of multiprocessing leave out. Where the process is killed nothing runs, and the
-    # peers see the connection end.
-    Finalize(None, speak, exitpriority=0)
-
-
-def _end_in_words(error: BaseException | None = None) -> str:
-    """How the program has ended: by this error, or by the one that Python has printed last, or without any."""
-    error = error or getattr(sys, "last_value", None)
-    return f"stopped: {in_words(error)}" if error else _ENDED
+from shardwise.errors import ShardwiseError
 
 
 def _lane(members: tuple[int, ...], kind: str) -> int:
@@ -315,17 +170,33 @@ class ProcessChannel:
         with self.board.lock:
             self.board.check(signature)
             parts = torch.split(output.detach(), list(signature.counts))
-            places = [
-                (self._expected(member, signature), as_bytes(part))
-                for member, part in zip(self.members, parts, strict=True)
-                if member != self.board.rank
-            ]
             # Usually the input is its own part of the output, as in a bucket of parameters.
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
-            outbounds = self.board.send(as_bytes(input), self._peers, self._collectives, signature)
-            return self.board.start(signature, outbounds, MessageFilling(places))
+            lane, ways = self._collectives, self._ways
+            is_large = {
+                member: not fits_in_frame(part.nbytes, local=False)
+                for member, part in zip(self.members, parts, strict=True)
+            }
+            takers = ways.takers if is_large[self.board.rank] else self._peers
+            outbounds = self.board.send(as_bytes(input), takers, lane, signature)
+            places: list[tuple[Inbound, torch.Tensor]] = []
+            passed_on: dict[Inbound, Sequence[Outbound]] = {}
+            # Two ranks count their messages alike: a rank gives its own part first, and then those of others in order.
+            late: list[tuple[int, torch.Tensor]] = []
+            for member, part in zip(self.members, parts, strict=True):
+                giver = ways.givers[member] if is_large[member] and member != self.board.rank else member
+                if giver != member:
+                    late.append((giver, part))
+                elif member != self.board.rank:
+                    inbound = self._expected(member, signature)
+                    places.append((inbound, as_bytes(part)))
+                    if is_large[member] and member in ways.passed_on:
+                        passed_on[inbound] = self.board.send(as_bytes(part), ways.near, lane, signature, passed_on=True)
+                        outbounds += passed_on[inbound]
+            places += [(self._expected(giver, signature), as_bytes(part)) for giver, part in late]
+            return self.board.start(signature, outbounds, MessageFilling(places, passed_on))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -445,6 +316,10 @@ class ProcessChannel:
                 nothing = self.board.send(torch.empty(0), [member], self._elsewhere, signature, buffered=True)
                 return self.board.start(signature, nothing, None)
             return self.board.start(signature, [], Collecting([self.board.expect(member, self._elsewhere, signature)]))
+
+    @cached_property
+    def _ways(self) -> HostWays:
+        return host_ways(self.board.rank, self.members, self.board.kernels)
 
     def _expected(self, member: int, signature: Signature) -> Inbound:
         return self.board.expect(member, self._collectives, signature)

@@ -44,6 +44,9 @@ BY_GLOO = 8
 PLACE = struct.Struct("<Q")
 """Where a chunk begins in its segment, or its tag."""
 
+GLOO_CHUNK_BYTES = 4 << 20
+"""Bytes of a chunk that gloo carries: each wakes a thread of gloo and one of ours on both sides, whatever its size."""
+
 JOINED = struct.Struct("<QIIH")
 """What values of an exchange begin with (`joined_values`): the sum of shares, the number of ranks, the world rank that
 came last, and the number of parts."""
@@ -86,6 +89,7 @@ _FORMATS = (
     HELLO_FORMAT,
     FORMAT.format,
     PLACE.format,
+    GLOO_CHUNK_BYTES,
     JOINED.format,
     PART.format,
     list(FrameKind),

@@ -1,4 +1,4 @@
-"""Messages in chunks of at most 1 MiB, and the transfers of one call that they make up.
+"""Messages in chunks of 1 MiB within a host and 4 MiB beyond, and the transfers of one call that they make up.
 
 A call becomes one `TransferInFlight`: some `Outbound` messages and one intake, which takes `Inbound` messages to where
 their bytes belong. The bytes of a message travel in one of four ways::
@@ -30,10 +30,20 @@ import torch
 
 from shardwise.comm.channel import Signature
 from shardwise.comm.digests import number_of
-from shardwise.comm.frames import ASKS, BY_GLOO, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
-from shardwise.comm.gloo_pairs import GlooPair, GlooPairs
-from shardwise.comm.links import Payload, PeerLink
-from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
+from shardwise.comm.process.frames import (
+    ASKS,
+    BY_GLOO,
+    GLOO_CHUNK_BYTES,
+    IN_PLACE,
+    IN_SLOT,
+    PLACE,
+    FrameKind,
+    Header,
+    frame,
+)
+from shardwise.comm.process.gloo_pairs import GlooPair, GlooPairs
+from shardwise.comm.process.link import Payload, PeerLink
+from shardwise.comm.process.shared_memory import SLOT_BYTES, SlotPool
 
 INLINE_BYTES = 16 << 10
 """Messages up to this size travel in the frame: two copies by the kernel cost less than a slot and its return."""
@@ -41,7 +51,7 @@ INLINE_BYTES = 16 << 10
 INLINE_BYTES_BETWEEN_HOSTS = 512 << 10
 """The same between hosts. Up to this size gloo takes twice the processor time (measured), mostly to wake threads."""
 
-_MOST_AHEAD = 16
+_MOST_AHEAD = 4
 """Chunks of one message that gloo is asked for ahead, where they need memory until they are used."""
 
 _GROWTH_SLOTS = 4
@@ -53,9 +63,9 @@ def fits_in_frame(num_bytes: int, *, local: bool) -> bool:
     return num_bytes <= (INLINE_BYTES if local else INLINE_BYTES_BETWEEN_HOSTS)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as flat bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def bytes_of_chunk(num_bytes_left: int, *, local: bool) -> int:
+    """Of the next chunk of a message, to a rank of this host (`local`) or of another one."""
+    return min(SLOT_BYTES if local else GLOO_CHUNK_BYTES, num_bytes_left)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +118,7 @@ class MessageChunk:
 class GlooChunk(MessageChunk):
     """A part of a message whose bytes come through gloo, once they are asked for."""
 
-    __slots__ = ("_num_bytes", "_pair", "_tag", "is_here")
+    __slots__ = ("_memory", "_num_bytes", "_pair", "_tag", "is_here")
 
     def __init__(
         self, link: PeerLink, offset: int, acknowledgement: bytes, *, pair: GlooPair, tag: int, num_bytes: int
@@ -117,15 +127,24 @@ class GlooChunk(MessageChunk):
         self._pair = pair
         self._tag = tag
         self._num_bytes = num_bytes
+        self._memory: torch.Tensor | None = None
         self.is_here = False
 
     def fetch(self, target: torch.Tensor | None) -> None:
         """See `MessageChunk`."""
-        memory = torch.empty(self._num_bytes, dtype=torch.uint8)
-        if target is not None:
-            memory = target[self.offset : self.offset + self._num_bytes]
-        self.content = memory
-        self._pair.receive(self._tag, memory, self._arrive)
+        if target is None:
+            self._memory = self._pair.pairs.take_memory()
+            self.content = self._memory[: self._num_bytes]
+        else:
+            self.content = target[self.offset : self.offset + self._num_bytes]
+        self._pair.receive(self._tag, self.content, self._arrive)
+
+    def consumed(self) -> None:
+        """See `MessageChunk`."""
+        super().consumed()
+        if self._memory is not None:
+            self._pair.pairs.give_memory(self._memory)
+            self._memory = None
 
     def _arrive(self) -> None:
         self.is_here = True
@@ -191,11 +210,11 @@ class Inbound:
         self.is_refused = False
         self.chunks: collections.deque[MessageChunk] = collections.deque()
 
-    def check_next(self, *, digest: int, offset: int, total: int, num_bytes: int) -> None:
+    def check_next(self, *, digest: int, offset: int, total: int, num_bytes: int, local: bool) -> None:
         """Raise ValueError for a chunk that is not the next one of this message, cut as every rank cuts it."""
         if self.has_arrived or (self.digest is not None and (self.digest, self.total) != (digest, total)):
             raise ValueError("a chunk of another message")
-        if offset != self.num_arrived or num_bytes != min(SLOT_BYTES, total - offset):
+        if offset != self.num_arrived or num_bytes != bytes_of_chunk(total - offset, local=local):
             raise ValueError(f"{num_bytes} of {total} bytes at {offset}, after {self.num_arrived}")
 
     def add(self, chunk: MessageChunk, num_bytes: int) -> None:
@@ -260,10 +279,11 @@ class Outbound:
         window: int,
         buffered: bool,
         constant: bool = False,
+        passed_on: bool = False,
         pairs: GlooPairs | None = None,
     ) -> None:
-        """constant: no one writes to the source again. pairs: for a message to one rank of another host that does not
-        fit into a frame."""
+        """constant: no one writes to the source again. passed_on: the source is still to come (`has_come`). pairs: for
+        a message to one rank of another host that does not fit into a frame."""
         self.targets = targets
         self.lane = lane
         self.num_on_the_way = 0
@@ -278,6 +298,7 @@ class Outbound:
         self._buffered = buffered
         self._constant = constant
         self._num_published = 0
+        self._num_here = 0 if passed_on else self.total
         self._pair = None if pairs is None else _pair_of(targets[0][0], pairs)
         self._tags: collections.deque[int] = collections.deque()
         self._begun = False
@@ -312,7 +333,16 @@ class Outbound:
         if self.is_published and self.answered:
             return []
         unread = [rank for rank, num_chunks in self._num_unread.items() if num_chunks]
+        if not unread and not self._is_next_here():
+            return []  # the intake of its transfer waits for it
         return unread or [link.rank for link, _ in self.targets]
+
+    def has_come(self, num_bytes: int) -> None:
+        """So much of the source is here, which another rank sends: it may be passed on."""
+        self._num_here = num_bytes
+
+    def _is_next_here(self) -> bool:
+        return min(self._num_published + SLOT_BYTES, self.total) <= self._num_here
 
     def credit(self, rank: int) -> bool:
         """A reader has consumed a chunk; whether this was its last. Raises ValueError where it has read them all."""
@@ -333,7 +363,7 @@ class Outbound:
             self._put_inline()
             return True
         moved = False
-        while self._num_published < self.total and self._copy():
+        while self._num_published < self.total and self._is_next_here() and self._copy():
             moved = True
             # After every chunk: a reader copies the first while this rank copies the second.
             for link, _ in self.targets:
@@ -411,8 +441,11 @@ class Outbound:
         if not self._buffered and self.num_on_the_way >= self._window:
             return False
         ((link, number),) = self.targets
-        num_bytes = min(SLOT_BYTES, self.total - self._num_published)
-        tag = self._pair.send(self._source[self._num_published : self._num_published + num_bytes])
+        num_bytes = bytes_of_chunk(self.total - self._num_published, local=False)
+        content = self._source[self._num_published : self._num_published + num_bytes]
+        # `send` gives the tensor back at once, but gloo reads it until the other side has received all of it. On this
+        # host the slots are that copy.
+        tag = self._pair.send(content, copied=self._buffered)
         self._tags.append(tag)
         place = PLACE.pack(tag)
         link.put(self._header(number, flags=BY_GLOO, length=len(place)) + place)
@@ -459,11 +492,16 @@ class TransferInFlight:
 
     def advance(self) -> bool:
         """Do what can be done now; whether there was anything."""
+        moved = self._publish()
+        if self._intake is not None and self._intake.advance():
+            self._publish()  # what has come is passed on at once
+            moved = True
+        return moved
+
+    def _publish(self) -> bool:
         moved = False
         for outbound in self._outbounds:
             moved |= outbound.advance()
-        if self._intake is not None:
-            moved |= self._intake.advance()
         return moved
 
     @property
@@ -482,170 +520,3 @@ class TransferInFlight:
     def wait(self) -> None:
         """See `Work.wait`."""
         self._wait(self)
-
-
-class MessageFilling:
-    """Each message is copied to its place; places may be anywhere and messages come in any order."""
-
-    def __init__(self, places: Sequence[tuple[Inbound, torch.Tensor]]) -> None:
-        self._open = list(places)
-
-    def advance(self) -> bool:
-        """See `Intake`."""
-        moved = False
-        # Chunks of one message come in order, but each knows its place, so that the messages may come in any order.
-        for opened in tuple(self._open):
-            inbound, target = opened
-            num_bytes = target.numel()
-            while inbound.fits(num_bytes, target=target):
-                chunk = inbound.take()
-                content = chunk.tensor()
-                is_whole = content.numel() == num_bytes
-                place = target if is_whole else target[chunk.offset : chunk.offset + content.numel()]
-                if content.data_ptr() != place.data_ptr():  # gloo has received into the place itself
-                    place.copy_(content)
-                chunk.consumed()
-                moved = True
-            if inbound.is_complete:
-                self._open.remove(opened)
-        return moved
-
-    @property
-    def awaited(self) -> list[int]:
-        """See `Intake`."""
-        return [inbound.source for inbound, _ in self._open]
-
-
-class Collecting:
-    """Messages whose lengths only their senders know, as byte strings."""
-
-    def __init__(self, inbounds: Sequence[Inbound]) -> None:
-        self._open = list(inbounds)
-        self.values: dict[int, bytearray | memoryview] = {inbound.source: bytearray() for inbound in inbounds}
-        """World rank to what it sent; whole once nothing is awaited."""
-        self.last: int | None = None
-        """The one whose message was whole last."""
-
-    def advance(self) -> bool:
-        """See `Intake`."""
-        moved = False
-        for inbound in tuple(self._open):
-            while inbound.is_next_here():
-                chunk = inbound.take()
-                content, value = chunk.content, self.values[inbound.source]
-                if isinstance(content, memoryview) and len(content) == inbound.total:
-                    self.values[inbound.source] = content  # memory of its own, which came whole
-                else:
-                    assert isinstance(value, bytearray)
-                    value += content.numpy().data if isinstance(content, torch.Tensor) else content
-                chunk.consumed()
-                moved = True
-            if inbound.is_complete:
-                self._open.remove(inbound)
-                self.last = inbound.source
-        return moved
-
-    @property
-    def awaited(self) -> list[int]:
-        """See `Intake`."""
-        return [inbound.source for inbound in self._open]
-
-
-class Summing:
-    """The sum in rank order, one cache-sized region after the other.
-
-    `terms[r]` is the message of rank r, or this rank's own part as a tensor. All are cut into chunks at the same
-    elements. Region by region, ((r0 + r1) + r2) ... in the dtype of `output`. `output` may be the own part itself: then
-    the partial sums stay in a scratch chunk, and the last addition writes the region after this rank has read it.
-
-    Rank 1 of 3 sums 2.5 MiB in six additions, in any order of messages::
-
-        region              0 to 1 MiB         1 to 2 MiB         2 to 2.5 MiB
-        term of rank 0      chunk 0  held      chunk 1  held      chunk 2  held
-        term of rank 1      own part  (1)      own part  (3)      own part  (5)
-        term of rank 2      chunk 0   (2)      chunk 1   (4)      chunk 2   (6)
-
-    Until chunk 0 of rank 0 is there, nothing is added: chunks of rank 2 wait in their slots, and its window holds it
-    back. To add what comes first would be quicker now and then, but the sum would depend on who was quicker.
-    """
-
-    def __init__(self, output: torch.Tensor, terms: Sequence[Inbound | torch.Tensor], dtype: torch.dtype) -> None:
-        self._output = output
-        self._terms = terms
-        self._dtype = dtype
-        self._region_elements = SLOT_BYTES // dtype.itemsize
-        self._start = 0  # first element of the current region
-        self._num_added = 0  # terms in the sum of the current region
-        # With two terms the one addition reads both and writes the region: no partial sum needs a place.
-        own = next(term for term in terms if isinstance(term, torch.Tensor))
-        aliased = own.numel() > 0 and own.data_ptr() == output.data_ptr()
-        self._scratch = (
-            torch.empty(min(self._region_elements, len(output)), dtype=output.dtype)
-            if aliased and len(terms) > 2
-            else None
-        )
-        self._same_dtype = dtype == output.dtype
-        # torch adds bfloat16 to float32 in float32 within one kernel. Where the promoted dtype is not that of the
-        # output, a term is converted on its own.
-        self._widens = torch.promote_types(dtype, output.dtype) == output.dtype
-        self._held: tuple[torch.Tensor, MessageChunk | None] | None = None
-        """The first term of a region: it is read together with the second, which saves writing it."""
-        self._done = False
-
-    def advance(self) -> bool:
-        """See `Intake`."""
-        moved = False
-        while not self._done:
-            term = self._terms[self._num_added]
-            if isinstance(term, torch.Tensor):
-                self._add(term[self._start : self._stop], None)
-            elif term.fits(len(self._output) * self._dtype.itemsize, self._dtype.itemsize):
-                chunk = term.take()
-                self._add(chunk.tensor().view(self._dtype), chunk)
-            else:
-                break
-            moved = True
-        return moved
-
-    @property
-    def _stop(self) -> int:
-        return min(self._start + self._region_elements, len(self._output))
-
-    def _add(self, values: torch.Tensor, chunk: MessageChunk | None) -> None:
-        region = self._output[self._start : self._stop]
-        is_last = self._num_added == len(self._terms) - 1
-        partial = region if self._scratch is None or is_last else self._scratch[: len(region)]
-        if self._num_added == 0 and self._same_dtype and not is_last:
-            # Not acknowledged yet: its sender must not overwrite what the next addition reads.
-            self._held = (values, chunk)
-        else:
-            if self._num_added == 0:
-                partial.copy_(values)
-            elif self._held is not None:
-                first, first_chunk = self._held
-                torch.add(first, values, out=partial)
-                self._held = None
-                if first_chunk is not None:
-                    first_chunk.consumed()
-            else:
-                summed = values if self._same_dtype or self._widens else values.to(region.dtype)
-                torch.add(region if self._scratch is None else self._scratch[: len(region)], summed, out=partial)
-            if chunk is not None:
-                chunk.consumed()
-        self._num_added += 1
-        if is_last:
-            self._num_added = 0
-            self._start = self._stop
-            self._done = self._start == len(self._output)
-
-    @property
-    def awaited(self) -> list[int]:
-        """See `Intake`."""
-        if self._done:
-            return []
-        term = self._terms[self._num_added]
-        # All ranks that have given nothing to add now, not only the next in order: a lost one is noticed at once.
-        missing = [
-            t.source for t in self._terms if isinstance(t, Inbound) and not t.is_complete and not t.is_next_here()
-        ]
-        return missing or ([term.source] if isinstance(term, Inbound) else [])

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwise.comm.devices import backend_of
+from shardwise.comm.device.kinds import backend_of
 from shardwise.comm.torch_private import OneTensorCalls, can_make_backend, made_backend
 from shardwise.errors import PeerError, PlanError
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from shardwise.comm.channel import Signature
-from shardwise.comm.frames import garbled
-from shardwise.comm.joined_values import JoinedValues, joined
-from shardwise.comm.messages import Collecting
+from shardwise.comm.process.board import Switchboard
+from shardwise.comm.process.frames import garbled
+from shardwise.comm.process.intakes import Collecting
+from shardwise.comm.process.joined_values import JoinedValues, joined
+from shardwise.comm.process.tree import Place, place_in_tree
 from shardwise.comm.rank_values import Index, RankValues
-from shardwise.comm.switchboard import Switchboard
-from shardwise.comm.tree import Place, place_in_tree
 
 Content: TypeAlias = bytearray | memoryview
 """Joined values, as they travel."""

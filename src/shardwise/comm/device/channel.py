@@ -32,11 +32,11 @@ from shardwise.comm.channel import (
     message_signature,
     reduce_scatter_signature,
 )
-from shardwise.comm.communicators import Communicator, Communicators, DeviceLine, Launch
-from shardwise.comm.device_sums import BackendSum, ExactSum, PartsMemory, Sums
-from shardwise.comm.device_watch import DeviceWait, DeviceWatch, Witness, patience_seconds
+from shardwise.comm.device.groups import Communicator, Communicators, DeviceLine, Launch
+from shardwise.comm.device.sums import BackendSum, ExactSum, PartsMemory, Sums
+from shardwise.comm.device.watch import DeviceWait, DeviceWatch, Witness, patience_seconds
 from shardwise.comm.hosts import hosts_of
-from shardwise.comm.messages import as_bytes
+from shardwise.comm.local_tensors import as_bytes
 from shardwise.comm.rank_values import RankValues
 from shardwise.comm.tally import RankTally, tally_of
 from shardwise.comm.torch_private import all_gather_equal

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.channel import Channel, Signature, sum_in_order
-from shardwise.comm.communicators import Communicator
-from shardwise.comm.messages import as_bytes
+from shardwise.comm.device.groups import Communicator
+from shardwise.comm.local_tensors import as_bytes
 from shardwise.comm.torch_private import reduce_scatter_equal
 
 Sums = Literal["exact", "backend"]

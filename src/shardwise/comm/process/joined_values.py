@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from shardwise.comm.frames import JOINED, PART
+from shardwise.comm.process.frames import JOINED, PART
 from shardwise.comm.rank_values import RankValues, most_runs
 
 _RUNS = (1 << 64) - 1

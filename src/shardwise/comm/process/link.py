@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from shardwise.comm.frames import (
+from shardwise.comm.process.frames import (
     FORMAT,
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -32,7 +32,7 @@ from shardwise.comm.frames import (
     Header,
     frame,
 )
-from shardwise.comm.shared_memory import SharedSegment, map_segment
+from shardwise.comm.process.shared_memory import SharedSegment, map_segment
 
 READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from shardwise.comm.devices import group_device, own_device
-from shardwise.comm.handshake import secret_of_the_run
-from shardwise.comm.interfaces import listener_of_the_store
+from shardwise.comm.device.kinds import group_device, own_device
+from shardwise.comm.process.handshake import secret_of_the_run
+from shardwise.comm.process.interfaces import listener_of_the_store
 from shardwise.comm.torch_private import default_store
 from shardwise.errors import PeerError, PlanError, in_words
-from shardwise.launchers import Announced, announced, listening_ports
+from shardwise.launchers.environment import Announced, announced, listening_ports
 
 LIFE_SECONDS = 1.0
 """A rank that waits looks so often whether the other one is still there."""

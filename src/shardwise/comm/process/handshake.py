@@ -30,8 +30,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from shardwise.comm.frames import HELLO_FORMAT, WIRE
-from shardwise.comm.shared_memory import map_segment
+from shardwise.comm.process.frames import HELLO_FORMAT, WIRE
+from shardwise.comm.process.shared_memory import map_segment
 from shardwise.errors import MismatchError, PlanError
 
 HELLO_SECONDS = 5.0
