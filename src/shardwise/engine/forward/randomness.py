@@ -172,9 +172,11 @@ class KeyedRandom:
         if stream is None or self.is_suspended:
             return
         if threading.get_ident() in self._threads or self._is_recomputed(module, refuses=True):
+            child = self._number_drawn()
+            is_skipped = module in self.skipped and self._is_skipped(module)
             # With the module, because `leave` comes for every call, and `enter` not for those that draw nothing: a
             # call must not end the frame of another.
-            stream.frames.append((module, self._number_drawn() if self._is_skipped(module) else self._split()))
+            stream.frames.append((module, child if is_skipped else self._begin(child)))
 
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends, by a return or by an error."""
@@ -193,16 +195,13 @@ class KeyedRandom:
             return
         module, child = stream.frames[-1]
         if isinstance(child, int):
-            with DisableTorchFunction():
-                stream.frames[-1] = (module, self.states())
-                self._seed(child)
+            stream.frames[-1] = (module, self._begin(child))
 
     def _is_skipped(self, module: nn.Module) -> bool:
-        """Whether nothing of the user's runs in a call of the module here, and nothing draws from its stream."""
+        """Whether nothing of the user's runs in a call of a skipped module, and nothing draws from its stream."""
         return (
-            module in self.skipped
             # Our own pair of hooks is there; what a third one draws belongs to the call.
-            and len(forward_pre_hooks(module)) == len(forward_hooks(module)) == 1
+            len(forward_pre_hooks(module)) == len(forward_hooks(module)) == 1
             and not (hooks_of_all_forwards or hooks_before_all_forwards)
         )
 
@@ -237,12 +236,13 @@ class KeyedRandom:
             )
         return not others
 
-    def _split(self) -> _States:
-        """Go over to a child stream; the states to come back to."""
-        child = self._number_drawn()
+    def _begin(self, child: int) -> _States:
+        """Go over to a child stream, by its seed; the states to come back to."""
+        around = []
         with DisableTorchFunction():
-            around = self.states()
-            self._seed(child)
+            for generator in self._generators:
+                around.append(generator.get_state())
+                generator.manual_seed(child)
         return around
 
     def states(self, own: Sequence[torch.Generator] = ()) -> _States:

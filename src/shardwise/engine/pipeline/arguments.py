@@ -91,7 +91,7 @@ class Arguments:
                 tokens.append(kind)
                 # `h * 0.37` gives the shape of `h * 0.36`: a factor that changes in every step is no new key each time.
                 if not (ignores and (kind is float or kind is complex)):
-                    tokens.append(comparable(leaf))
+                    tokens.append(leaf if leaf == leaf else comparable(leaf))
                 if kind in _NUMBERS:
                     self.numbers.append(leaf)
                 template.append(leaf)

@@ -342,7 +342,10 @@ def _begin(
                 _refuse_function(each.grad_fn)
     flow.enter(call.name, stage, given.numbers)
     # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape along.
-    return _Begun(flow, call, stage, given, {at: flow.to_stage(each, stage) for at, each in staged})
+    moved: dict[int, StageValue] = {}
+    for at, each in staged:
+        moved[at] = flow.to_stage(each, stage)
+    return _Begun(flow, call, stage, given, moved)
 
 
 def _refuse_function(node: object) -> NoReturn:

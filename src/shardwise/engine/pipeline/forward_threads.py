@@ -37,8 +37,10 @@ class ForwardThread:
     def __init__(self, body: Callable[[], None], device: torch.device) -> None:
         self._body = body
         self._error: BaseException | None = None
-        # Two semaphores, so that exactly one thread runs at a time: nothing that a rank keeps needs a lock.
-        self._go, self._stop = threading.Semaphore(0), threading.Semaphore(0)
+        # Each is let go by the other thread: so exactly one runs at a time, and nothing that a rank keeps needs a lock.
+        self._go, self._stop = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._stop.acquire()
         self._has_ended = False
         self._is_abandoned = False
         self._around = _ThreadState(device)

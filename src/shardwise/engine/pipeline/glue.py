@@ -241,10 +241,10 @@ class Glue(TorchFunctionMode):
         # Inside a placed module all tensors are real, for its arguments were exchanged for them. A value that is
         # still found there came in inside an object of an unknown class.
         if flow is None or self.inside is not None:
-            if _holds_stage_tensor(args) or _holds_stage_tensor(kwargs):
+            if _holds_stage_tensor(args) or (kwargs and _holds_stage_tensor(kwargs)):
                 self._refuse_inside(func)
             return func(*args, **kwargs)
-        if not self._concerns(args) and not self._concerns(kwargs):
+        if not self._concerns(args) and not (kwargs and self._concerns(kwargs)):
             return func(*args, **kwargs)
         if is_transformed():
             raise refusal_of_transformed(

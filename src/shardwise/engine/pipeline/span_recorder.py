@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from shardwise.comm.accelerators import synchronize
 from shardwise.plan.timeline import TimeSpan
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class SpanRecorder:
@@ -22,15 +24,15 @@ class SpanRecorder:
         self._rank = rank
         self._device = device
 
-    @contextmanager
-    def noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
+    def noting(self, kind: str, microbatch: int, stage: int) -> AbstractContextManager[None]:
         """Record when the body begins and ends."""
-        if self.spans is None:
-            yield
-            return
+        return _NOTHING if self.spans is None else self._noting(self.spans, kind, microbatch, stage)
+
+    @contextmanager
+    def _noting(self, spans: list[TimeSpan], kind: str, microbatch: int, stage: int) -> Iterator[None]:
         start_s = self.now_s()
         yield
-        self.spans.append(
+        spans.append(
             TimeSpan(
                 rank=self._rank, kind=kind, microbatch=microbatch, stage=stage, start_s=start_s, stop_s=self.now_s()
             )

@@ -44,10 +44,12 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Spec":
         """The description of a tensor."""
-        return cls(
-            *(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, _is_leaf(tensor)),
-            *(tensor.is_conj(), tensor.is_neg()),
-        )
+        try:
+            is_leaf = tensor.is_leaf
+        except RuntimeError:  # a view that was made without gradients and written to since: torch follows it no more
+            is_leaf = True
+        described = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, is_leaf
+        return cls(*described, tensor.is_conj(), tensor.is_neg())
 
     def has_strides_of(self, other: "Spec") -> bool:
         """Whether two tensors of one shape have one memory layout; dims of one element may have any stride."""
@@ -61,13 +63,6 @@ class Spec(NamedTuple):
         if self.is_neg:
             set_neg(tensor, True)
         return tensor
-
-
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.is_leaf
-    except RuntimeError:  # a view that was made without gradients and written to since: torch follows it no more
-        return True
 
 
 class ViewMemory:

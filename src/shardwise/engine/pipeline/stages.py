@@ -92,9 +92,9 @@ class Stages:
         """Whether this rank has a stage."""
         return self.ranks_of_stages[stage] == self.rank
 
-    def place_of(self, parameter: nn.Parameter) -> tuple[int, str] | None:
-        """Stage and name of a parameter; None for one that is not the model's."""
-        return self._parameters.get(id(parameter))
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, str] | None:
+        """Stage and name of a parameter; None for what is no parameter of the model."""
+        return self._parameters.get(id(tensor))
 
     def stage_in(self, module: nn.Module, held: torch.Tensor | None) -> int | None:
         """The stage of a parameter or buffer that a module holds; None where all ranks have it."""

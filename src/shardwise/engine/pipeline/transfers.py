@@ -214,7 +214,7 @@ class MicrobatchFlow:
             value = StageValue(stage, Spec.of(leaf), local, name, lineage=lineage)
             value.is_kept = True
             return self.hold(leaf, value)
-        if self._is_shaded(leaf):
+        if self._shaded and self._is_shaded(leaf):
             raise ModelError(
                 f"{user_site()}: a tensor that all ranks have is used after values of a stage were written to its "
                 "memory through another view. Write to the tensor itself (t[:, 0] = value, not t[:, "
@@ -255,7 +255,7 @@ class MicrobatchFlow:
         """Whether `adopted` gives a value of a stage."""
         if type(leaf) is StageTensor or id(leaf) in self._held or leaf.is_meta:
             return True
-        return self._place_of(leaf) is not None or self._is_shaded(leaf)
+        return self._place_of(leaf) is not None or (bool(self._shaded) and self._is_shaded(leaf))
 
     def shade(self, tensor: torch.Tensor) -> None:
         """Values of a stage were written to a plain tensor: on other ranks, views of its memory have old elements."""
@@ -263,7 +263,7 @@ class MicrobatchFlow:
         self._shaded[storage_id(storage)] = storage
 
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
-        if not self._shaded or leaf.layout is not torch.strided:
+        if leaf.layout is not torch.strided:
             return False
         # Memories, not tensors: a view that was taken before the write is another object with the same storage.
         return storage_id(leaf.untyped_storage()) in self._shaded
@@ -414,8 +414,8 @@ class MicrobatchFlow:
 
     def _place_of(self, leaf: torch.Tensor) -> tuple[int, str] | None:
         """Stage and name of a parameter, or of a buffer of a placed module."""
-        if isinstance(leaf, nn.Parameter):
-            return self.stages.place_of(leaf)
+        if (place := self.stages.place_of(leaf)) is not None and isinstance(leaf, nn.Parameter):
+            return place
         held = self._buffers.get(id(leaf))
         return None if held is None else held[1:]
 

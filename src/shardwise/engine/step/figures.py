@@ -133,7 +133,7 @@ class FigureMaking:
         norms = squares_of_atoms(runs, divisor, self._channels.world.device, num_atoms=own.num_atoms)
         if self._are_whole:
             found = self._norms_of_used(own) if self._sends_norms else {}
-            norms = torch.stack([found[at].double() for at in own.used]).tolist() if found else []
+            norms = [float(found[at]) for at in own.used] if found else []
         # A share is as short for many microbatches as for one. It is rounded once, which kernels do not.
         row = [*own.losses.shares(), *norms]
         return [*said, struct.pack(f"<{len(row)}d", *row)]
@@ -223,8 +223,13 @@ class FigureMaking:
     ) -> _NormAndParts:
         """Each gradient is whole on one rank. numbers: of the parameters of each rank, whose norms `columns` has."""
         if self._sends_norms:
-            pairs = zip(numbers, columns.unbind(), strict=True)
-            norms = {at: norm for of_rank, row in pairs for at, norm in zip(of_rank, row.unbind(), strict=False)}
+            # With the host as numbers: 2,000 tensors would cost it more than all the rest of the step's end.
+            rows = columns.tolist() if self._is_host else [row.unbind() for row in columns.unbind()]
+            norms = {
+                at: norm
+                for of_rank, row in zip(numbers, rows, strict=True)
+                for at, norm in zip(of_rank, row, strict=False)
+            }
         else:
             norms = self._norms_of_used(own)
         dtypes, of_parts = self._dtypes, {} if own.norms is None else own.norms.numbers

@@ -178,17 +178,22 @@ def norms_of(gradients: Mapping[int, torch.Tensor], groups: Iterable[Sequence[in
 
 
 def total_of_norms(
-    norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, dtypes: Sequence[torch.dtype], of: str = ""
+    norms: Mapping[int, torch.Tensor | float], kept: KeptNumbers, *, dtypes: Sequence[torch.dtype], of: str = ""
 ) -> torch.Tensor:
     """The 2-norm of gradients as `torch.nn.utils.get_total_norm` takes it, bit for bit, but for the places.
 
-    norms: in the order of `alike`; those of other ranks in float64, which holds them exactly. dtypes: of the gradients
-    of all parameters.
+    norms: in the order of `alike`; those of other ranks in float64, which holds them exactly, or as Python's floats.
+    dtypes: of the gradients of all parameters.
     """
     if not norms:
         return kept.place(f"norm{of}", dtype=torch.float32).zero_()
-    dtype = reduce(torch.promote_types, {dtypes[at].to_real() for at in norms})
-    stacked = torch.stack(list(norms.values()), out=kept.place(f"norms{of}", len(norms), dtype=dtype))
+    dtype = reduce(torch.promote_types, [each.to_real() for each in {dtypes[at] for at in norms}])
+    stacked = kept.place(f"norms{of}", len(norms), dtype=dtype)
+    tensors = [each for each in norms.values() if isinstance(each, torch.Tensor)]
+    if tensors:
+        torch.stack(tensors, out=stacked)
+    else:
+        stacked.copy_(torch.tensor(list(norms.values()), dtype=torch.float64))
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, out=kept.place(f"norm{of}", dtype=dtype))
     return norm
 

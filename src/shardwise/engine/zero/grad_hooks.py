@@ -84,8 +84,9 @@ class _Giving:
 
 def is_hooked(parameter: torch.Tensor) -> bool:
     """Whether somebody else is shown the finished gradient of a parameter."""
-    hooks = gradient_hooks(parameter)
-    return hooks is not None and any(type(each) is not _Giving for each in hooks.values())
+    if not (hooks := gradient_hooks(parameter)):  # of most, in each step
+        return False
+    return any(type(each) is not _Giving for each in hooks.values())
 
 
 _TAKEN: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
