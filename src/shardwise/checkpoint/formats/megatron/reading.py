@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.megatron.names import in_shape, is_flat_bucket
 from shardwise.checkpoint.formats.megatron.optimizer import MegatronOptimizer, arguments_of
 from shardwise.checkpoint.formats.newest_save import newest_save
 from shardwise.checkpoint.formats.state_dicts import plain_values
-from shardwise.checkpoint.formats.torch_files.saved_values import read_file
+from shardwise.checkpoint.formats.torch_files.saved_values import read_dict
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_json
 from shardwise.errors import CheckpointError
@@ -147,10 +147,7 @@ def _check_backend(store: Store, folder: str) -> None:
 def _common(store: Store, folder: str) -> tuple[dict[Any, Any], int]:
     """What all ranks had alike, and the bytes of its file."""
     with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
-        value = read_file(opened.read, opened.size)
-        if not isinstance(value, dict):
-            raise CheckpointError("it is no dict, which Megatron writes")
-        return value, opened.size
+        return read_dict(opened, "which Megatron writes"), opened.size
 
 
 def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mapping[Any, Any]) -> dict[str, Any]:
