@@ -20,12 +20,11 @@ from shardwise.checkpoint.formats.numbered_files import as_one_of, check_numbers
 from shardwise.checkpoint.formats.optimizer_states import Parameters
 from shardwise.checkpoint.formats.shard_index import index_problems, read_index
 from shardwise.checkpoint.formats.state_dicts import FoundState, find_state, plain_values
-from shardwise.checkpoint.formats.strided import TensorPlace
+from shardwise.checkpoint.formats.strided import stand_ins
 from shardwise.checkpoint.formats.torch_files.saved_values import read_file
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import Findings, OneFile, OpenFile, Store, about, read_json
 from shardwise.errors import CheckpointError, few_of
-from shardwise.space.boxes import row_major_strides
 
 _FILE = re.compile(r".*\.(?:pt|pth|ckpt|bin)", re.DOTALL)
 _MODEL = re.compile(r"(?:pytorch_model(?:_fsdp)?(?:_\d+)?|adapter_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.bin")
@@ -94,11 +93,7 @@ def completed(contents: Contents, store: Store) -> Contents:
     found = FoundState()
     _read(store, list(_beside(store)), found, values_by_file=True)
     _read_trainer(store, found)
-    places = {
-        name: TensorPlace(dtype=each.dtype, shape=each.shape, strides=row_major_strides(each.shape), start=number)
-        for number, (name, each) in enumerate(contents.tensors.items())
-    }
-    added = _contents(found, store.location, Parameters.of(places, ordered=False))
+    added = _contents(found, store.location, Parameters.of(stand_ins(contents.tensors), ordered=False))
     settings = {**added.settings, "ties": dict(contents.aliases)} if added.settings else {}
     return contents.joined(replace(added, settings=settings), where="in the model and next to it")
 

@@ -22,12 +22,11 @@ from typing import Any
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.formats.optimizer_states import numbered_settings
 from shardwise.checkpoint.formats.state_dicts import find_state
-from shardwise.checkpoint.formats.strided import TensorPlace, stored_tensor
+from shardwise.checkpoint.formats.strided import stand_ins, stored_tensor
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import is_value
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import beside_name
-from shardwise.space.boxes import row_major_strides
 
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value in a state dict of dicts and lists."""
@@ -42,7 +41,7 @@ def with_training_names(contents: Contents, paths: Mapping[str, KeyPath], number
     """
     tensors, aliases = contents.tensors, contents.aliases
     objects = {**contents.extra.get("objects", {}), **numbers}
-    places = {name: _stand_in(number, each) for number, (name, each) in enumerate(tensors.items())}
+    places = stand_ins(tensors)
     values: dict[str, Any] = {**places, **objects, **{alias: places[name] for alias, name in aliases.items()}}
     saved = _SavedOptimizers(paths.values())
     rest: dict[Any, Any] = {}
@@ -99,12 +98,6 @@ def with_training_names(contents: Contents, paths: Mapping[str, KeyPath], number
 def is_setting(path: KeyPath) -> bool:
     """Whether a value is in the groups of an optimizer."""
     return _GROUPS in path or str(path[-1]).startswith(f"{_GROUPS}.")
-
-
-def _stand_in(number: int, tensor: StoredTensor) -> TensorPlace:
-    """What stands for a tensor in a nested value: its number in the place of bytes of a file."""
-    shape = tensor.shape
-    return TensorPlace(dtype=tensor.dtype, shape=shape, strides=row_major_strides(shape), start=number)
 
 
 def _put(nested: dict[Any, Any], path: KeyPath, value: Any) -> None:
