@@ -7,7 +7,8 @@
                       each a zip archive: the 48 bytes of the elements are somewhere inside
 
 Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors. The pickle is parsed without
-importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
+importing what it names: so it is read without Megatron, and whichever version of torch has written it.
+Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
 """
 
 import re
