@@ -6,7 +6,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.testing.formats import Claim, Format, claims_of
-from tests.checkpoint.formats import FORMATS
+from tests.checkpoint.formats.known_formats import FORMATS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:ComplexHalf", "ignore:.*deprecated"

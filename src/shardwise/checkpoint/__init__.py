@@ -104,3 +104,7 @@ if not TYPE_CHECKING:
         if name not in _FILE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.formats.registry import recognise
-from shardwise.checkpoint.formats.torch_files.archive_sums import check_archives, has_archives
+from shardwise.checkpoint.formats.torch_files.zip_parts import check_archives, has_archives
 from shardwise.checkpoint.manifest import MANIFEST, unpacked
 from shardwise.checkpoint.read_plan import StoredSpan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds

@@ -5,7 +5,8 @@
     byte 8 + n    the 96 bytes of w, then those of b, and so on up to the end of the file
 
 The elements of a tensor are row-major and little-endian; tensors follow each other without holes up to the end.
-The format: https://github.com/huggingface/safetensors#format
+The format: https://github.com/huggingface/safetensors#format. Not by the package `safetensors`: it tells no places of
+elements, and reads files of this machine alone.
 
 A data file is laid out before a byte is written (`lay_out`), so that its size is known to the store and its header to
 rank 0. `row_major_bytes` gives the elements of a piece as bytes, and `FileFilling` takes them in order, with checksums.

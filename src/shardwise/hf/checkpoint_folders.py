@@ -115,7 +115,7 @@ def problems_of(folder: Path) -> list[str]:
             read_contents(store)
     for name in sorted(each.name for each in folder.iterdir() if _SMALL.fullmatch(each.name)):
         with _noting(problems), OpenFile(OneFile(store, name), name) as opened, about(opened.place):
-            read_file(opened.read, opened.size)
+            read_file(opened)
     return list(dict.fromkeys(problems))
 
 

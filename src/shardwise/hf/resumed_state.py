@@ -87,7 +87,7 @@ def _is_plain(folder: Path) -> bool:
     """Whether optimizer.pt has tensors and numbers in its state, and no tensors in its groups."""
     name = OPTIMIZER
     with OpenFile(LocalStore(folder), name) as opened, about(opened.place):
-        value = read_file(opened.read, opened.size)
+        value = read_file(opened)
     if not is_optimizer(value):
         raise CheckpointError(f"{folder / name} has no state of an optimizer; resume from another checkpoint")
     held = [each for state in value["state"].values() for each in state.values()]

@@ -6,6 +6,8 @@
 
 Tensors of plain numbers are read. Quantised ones hold blocks of small numbers with a scale each; a file with any is
 refused, with their names. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+Not by the package `gguf`, which reads files of this machine alone.
 """
 
 import math

@@ -79,12 +79,8 @@ def _missing(names: list[str]) -> Iterator[str]:
 
 OF_META = re.compile(r"consolidated\.(\d\d)\.pth")
 """A model as Meta publishes it: a file for each rank, which has a part of each tensor."""
-
-
 _SQUARE = "layers.0.attention.wo.weight"
 """A matrix of such a model that is square where it is whole."""
-
-
 JOIN_META = "join all files with convert_llama_weights_to_hf.py of transformers"
 
 

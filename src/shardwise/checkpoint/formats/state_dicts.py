@@ -54,6 +54,8 @@ class FoundState:
     """Their paths, with a dot at the end unless there is one only; and their files."""
     values: dict[str, Any] = field(default_factory=dict)
     """All else, as JSON values."""
+    file_sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the files."""
     value_sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of values that are in no file: see `stores.value_name`."""
     notes: list[str] = field(default_factory=list)
@@ -94,12 +96,13 @@ class FoundState:
             if gone := [f"{path}{name}" for name, each in state if isinstance(each, UnknownObject)]:
                 self.notes.append(f"{few_of(gone)} of the state of an optimizer left out: no plain tensors")
 
-    def stored(self, sizes: Mapping[str, int]) -> dict[str, StoredTensor]:
-        """The tensors as the contents of a checkpoint have them. `sizes`: bytes of each file."""
+    def stored(self) -> dict[str, StoredTensor]:
+        """The tensors as the contents of a checkpoint have them."""
         announced = sum(place.num_bytes for _, place in self.tensors.values())
-        if announced > _TIMES_THE_FILE * sum(sizes.values()):
+        num_bytes = sum(self.file_sizes.values())
+        if announced > _TIMES_THE_FILE * num_bytes:
             raise CheckpointError(
-                f"its tensors have {announced:,} bytes together, in files of {sum(sizes.values()):,}: views of the "
+                f"its tensors have {announced:,} bytes together, in files of {num_bytes:,}: views of the "
                 "same elements again and again. Save them contiguous"
             )
         tensors = {}

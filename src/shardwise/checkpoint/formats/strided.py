@@ -5,7 +5,7 @@ v[:, :2] of shape (2, 2), strides (3, 1)      | 0 1 . 3 4 . |             v[0, :
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,6 +13,7 @@ from shardwise.checkpoint.contents import StoredPiece, StoredTensor
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
+from shardwise.space.boxes import row_major_strides
 
 _MAX_PIECES = 1 << 16
 """Of one tensor; each takes about a KiB of memory."""
@@ -76,3 +77,11 @@ def stored_tensor(name: str, file: str, place: TensorPlace) -> StoredTensor:
     piece = Piece(name=name, dtype=place.dtype, global_shape=place.shape)
     pieces: tuple[StoredPiece, ...] = tuple(pieces_of(place, piece, file)) if piece.num_elements else ()
     return StoredTensor(name=name, dtype=place.dtype, shape=place.shape, pieces=pieces)
+
+
+def stand_ins(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorPlace]:
+    """For each tensor what stands for it in a nested value: its number in the place of bytes of a file."""
+    return {
+        name: TensorPlace(dtype=each.dtype, shape=each.shape, strides=row_major_strides(each.shape), start=number)
+        for number, (name, each) in enumerate(tensors.items())
+    }

@@ -10,7 +10,7 @@ all that is no tensor is a value under the name of its file.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from shardwise.checkpoint.formats.numbered_files import as_one_of, check_numbers
 from shardwise.checkpoint.formats.optimizer_states import Parameters
 from shardwise.checkpoint.formats.shard_index import index_problems, read_index
 from shardwise.checkpoint.formats.state_dicts import FoundState, find_state, plain_values
-from shardwise.checkpoint.formats.strided import TensorPlace
+from shardwise.checkpoint.formats.strided import stand_ins
 from shardwise.checkpoint.formats.torch_files.saved_values import read_file
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import Findings, OneFile, OpenFile, Store, about, read_json
 from shardwise.errors import CheckpointError, few_of
-from shardwise.space.boxes import row_major_strides
 
 _FILE = re.compile(r".*\.(?:pt|pth|ckpt|bin)", re.DOTALL)
 _MODEL = re.compile(r"(?:pytorch_model(?:_fsdp)?(?:_\d+)?|adapter_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.bin")
@@ -67,8 +66,7 @@ def read_contents(store: Store) -> Contents:
     Raises `CheckpointError`, with all findings, when a file is missing, damaged or not understood.
     """
     if isinstance(store, OneFile):
-        found, sizes, location = _read(store, [store.name]), _sizes(store, [store.name]), store.location
-        return as_one_of(store, _contents(found, sizes, f"{location}/{store.name}", parameters=None))
+        return as_one_of(store, _contents(_read(store, [store.name]), f"{store.location}/{store.name}"))
     weight_map = read_index(store, _INDEX_SUFFIX)
     files = _shards(store) if weight_map is None else sorted(set(weight_map.values()))
     found = _read(store, files)
@@ -84,7 +82,7 @@ def read_contents(store: Store) -> Contents:
     _read(store, beside, found, values_by_file=True)
     if beside:
         _read_trainer(store, found)
-    return _contents(found, _sizes(store, [*files, *beside]), store.location, parameters=parameters)
+    return _contents(found, store.location, parameters)
 
 
 def completed(contents: Contents, store: Store) -> Contents:
@@ -93,23 +91,17 @@ def completed(contents: Contents, store: Store) -> Contents:
     if not beside_model and not (contents.format == "dcp" and _has_values(store)):
         return contents
     found = FoundState()
-    beside = list(_beside(store))
-    _read(store, beside, found, values_by_file=True)
+    _read(store, list(_beside(store)), found, values_by_file=True)
     _read_trainer(store, found)
-    places = {
-        name: TensorPlace(dtype=each.dtype, shape=each.shape, strides=row_major_strides(each.shape), start=number)
-        for number, (name, each) in enumerate(contents.tensors.items())
-    }
-    sizes = _sizes(store, beside)
-    added = _contents(found, sizes, store.location, parameters=Parameters.of(places, ordered=False))
+    added = _contents(found, store.location, Parameters.of(stand_ins(contents.tensors), ordered=False))
     settings = {**added.settings, "ties": dict(contents.aliases)} if added.settings else {}
     return contents.joined(replace(added, settings=settings), where="in the model and next to it")
 
 
-def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, parameters: Parameters | None) -> Contents:
+def _contents(found: FoundState, location: str, parameters: Parameters | None = None) -> Contents:
     with about(location):
         found.name_optimizers(parameters)
-        tensors = found.stored(sizes)
+        tensors = found.stored()
         if not tensors and not found.values:
             what = "it holds neither tensors nor values"
             raise CheckpointError(f"{what} that can be read: {'; '.join(found.notes)}" if found.notes else what)
@@ -122,7 +114,7 @@ def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, par
         format="torch",
         location=location,
         tensors=tensors,
-        file_sizes={**sizes, **found.value_sizes},
+        file_sizes={**found.file_sizes, **found.value_sizes},
         aliases=found.aliases,
         settings={**found.settings(), **_loss_scale(found.values.get("scaler"))},
         extra=extra,
@@ -148,7 +140,8 @@ def _read(
     problems = Findings()
     for name in files:
         with problems.collecting(), OpenFile(store, name) as opened, about(opened.place):
-            found = find_state(read_file(opened.read, opened.size), name, next_to_model=values_by_file)
+            found = find_state(read_file(opened), name, next_to_model=values_by_file)
+            together.file_sizes[name] = opened.size
             _merge(together, found, name.rpartition(".")[0] if values_by_file else "")
     problems.check()
     return together
@@ -194,14 +187,6 @@ def _read_trainer(store: Store, found: FoundState) -> None:
     state = read_json(store, _TRAINER)
     if isinstance(state, dict):
         found.values["trainer_state"] = plain_values(state, found.notes)
-
-
-def _sizes(store: Store, files: list[str]) -> dict[str, int]:
-    sizes = {}
-    for name in files:
-        with OpenFile(store, name) as opened:
-            sizes[name] = opened.size
-    return sizes
 
 
 FORMAT = Format(

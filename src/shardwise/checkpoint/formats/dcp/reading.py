@@ -7,7 +7,8 @@
                       each a zip archive: the 48 bytes of the elements are somewhere inside
 
 Both ways in which it writes tensors are read: as `torch.save` does, and as safetensors. The pickle is parsed without
-importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
+importing what it names: so it is read without Megatron, and whichever version of torch has written it.
+Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
 """
 
 import re
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.formats.dcp.training_names import KeyPath, is_setting, training_names
+from shardwise.checkpoint.formats.dcp.training_names import KeyPath, is_setting, with_training_names
 from shardwise.checkpoint.formats.saved_boxes import boxes_in, saved_offsets
 from shardwise.checkpoint.formats.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.formats.torch_files.pickles import MadeObject, Named, parse
@@ -30,7 +31,6 @@ from shardwise.checkpoint.formats.torch_files.saved_values import (
     read_value,
 )
 from shardwise.checkpoint.formats.torch_files.zip_parts import SIGNATURE
-from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import (
     Findings,
@@ -260,22 +260,7 @@ def read_contents(store: Store) -> Contents:
     for other, more in parts[1:]:
         contents = contents.joined(other, where="in the model and in the optimizer")
         paths = {**paths, **more}
-    values = {**contents.extra.get("objects", {}), **_settings_of(contents, paths, store)}
-    named = training_names(contents.tensors, contents.aliases, values, paths)
-    if named is None:
-        return contents
-    of_trainer = named.values.get("train_state")
-    step = named.values.get("step", of_trainer.get("step") if isinstance(of_trainer, dict) else None)
-    return replace(
-        contents,
-        tensors=named.tensors,
-        file_sizes={**contents.file_sizes, **named.value_sizes},
-        aliases=named.aliases,
-        settings=named.settings,
-        extra={**contents.extra, "objects": packed(named.values, "its values")} if named.values else contents.extra,
-        step=step if type(step) is int else None,
-        notes=(*contents.notes, *named.notes),
-    )
+    return with_training_names(contents, paths, _settings_of(contents, paths, store))
 
 
 def _settings_of(contents: Contents, paths: Mapping[str, KeyPath], store: Store) -> dict[str, Any]:

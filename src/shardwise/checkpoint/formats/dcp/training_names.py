@@ -16,17 +16,17 @@ hold tensors and no optimizer.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.checkpoint.contents import StoredTensor
+from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.formats.optimizer_states import numbered_settings
 from shardwise.checkpoint.formats.state_dicts import find_state
-from shardwise.checkpoint.formats.strided import TensorPlace, stored_tensor
+from shardwise.checkpoint.formats.strided import stand_ins, stored_tensor
+from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import is_value
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import beside_name
-from shardwise.space.boxes import row_major_strides
 
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value in a state dict of dicts and lists."""
@@ -34,32 +34,14 @@ KeyPath = tuple[str | int, ...]
 _STATE, _GROUPS = "state", "param_groups"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingNames:
-    """A folder of training, under the model's names."""
+def with_training_names(contents: Contents, paths: Mapping[str, KeyPath], numbers: Mapping[str, Any]) -> Contents:
+    """Contents of a folder under the names of its model; as they are where nothing says which dict that is.
 
-    tensors: Mapping[str, StoredTensor]
-    aliases: Mapping[str, str]
-    settings: Mapping[str, Any]
-    values: Mapping[str, Any]
-    """All else, nested as it was saved."""
-    notes: tuple[str, ...]
-    value_sizes: Mapping[str, int]
-    """See `FoundState.value_sizes`."""
-
-
-def training_names(
-    tensors: Mapping[str, StoredTensor],
-    aliases: Mapping[str, str],
-    objects: Mapping[str, Any],
-    paths: Mapping[str, KeyPath],
-) -> TrainingNames | None:
-    """Name the tensors of a folder by its model; None where nothing says which dict that is.
-
-    aliases: other names of tensors. objects: values that are no tensors, and the numbers of
-        settings that were saved as tensors. paths: of the names, where the folder has them.
+    paths: of the names, where the folder has them. numbers: those of settings that were saved as tensors.
     """
-    places = {name: _stand_in(number, each) for number, (name, each) in enumerate(tensors.items())}
+    tensors, aliases = contents.tensors, contents.aliases
+    objects = {**contents.extra.get("objects", {}), **numbers}
+    places = stand_ins(tensors)
     values: dict[str, Any] = {**places, **objects, **{alias: places[name] for alias, name in aliases.items()}}
     saved = _SavedOptimizers(paths.values())
     rest: dict[Any, Any] = {}
@@ -80,13 +62,13 @@ def training_names(
                 _put(rest, (*root, key), value)
         found = find_state(rest, "")
     except (CheckpointError, AttributeError, TypeError, KeyError):
-        return None  # it is nested otherwise than torch's state dicts
+        return contents  # it is nested otherwise than torch's state dicts
     found.name_optimizers()
     # Weights alone have names of a model where all are in one dict, which is not the outermost.
     dicts = {paths.get(name, (name,))[:-1] for name in places}
     is_model = bool(found.optimizers) or (len(dicts) == 1 and dicts != {()})
     if not is_model or not all(each.is_whole for *_, each in found.optimizers):
-        return None
+        return contents
     stored = list(tensors.values())
     # Groups that are names alone say nothing of how they are updated.
     named = [
@@ -95,29 +77,27 @@ def training_names(
         if each.names and any(group.keys() != {"params"} for group in each.groups)
     ]
     numbered = numbered_settings((path, each) for path, _, each in found.optimizers)
-    return TrainingNames(
-        tensors={
-            name: stored_tensor(name, file, place) if is_value(file) else stored[place.start].renamed(name)
-            for name, (file, place) in found.tensors.items()
-        }
-        | beside,
-        value_sizes=found.value_sizes,
+    of_trainer = found.values.get("train_state")
+    step = found.values.get("step", of_trainer.get("step") if isinstance(of_trainer, dict) else None)
+    made = {
+        name: stored_tensor(name, file, place) if is_value(file) else stored[place.start].renamed(name)
+        for name, (file, place) in found.tensors.items()
+    }
+    return replace(
+        contents,
+        tensors={**made, **beside},
+        file_sizes={**contents.file_sizes, **found.value_sizes},
         aliases=found.aliases,
         settings={"ties": dict(found.aliases), "optimizers": named, **numbered} if named or numbered else {},
-        values=found.values,
-        notes=tuple(found.notes),
+        extra={**contents.extra, "objects": packed(found.values, "its values")} if found.values else contents.extra,
+        step=step if type(step) is int else None,
+        notes=(*contents.notes, *found.notes),
     )
 
 
 def is_setting(path: KeyPath) -> bool:
     """Whether a value is in the groups of an optimizer."""
     return _GROUPS in path or str(path[-1]).startswith(f"{_GROUPS}.")
-
-
-def _stand_in(number: int, tensor: StoredTensor) -> TensorPlace:
-    """What stands for a tensor in a nested value: its number in the place of bytes of a file."""
-    shape = tensor.shape
-    return TensorPlace(dtype=tensor.dtype, shape=shape, strides=row_major_strides(shape), start=number)
 
 
 def _put(nested: dict[Any, Any], path: KeyPath, value: Any) -> None:

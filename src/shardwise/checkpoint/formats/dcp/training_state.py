@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.contents import is_model_name
 from shardwise.checkpoint.formats.dcp.training_names import KeyPath
-from shardwise.checkpoint.formats.dcp.writing import METADATA, DcpObject, DcpTensor, plan_dcp
+from shardwise.checkpoint.formats.dcp.writing import DcpObject, DcpTensor, plan_dcp
 from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
 from shardwise.checkpoint.formats.optimizer_settings import check_owners, groups_of_torch
-from shardwise.checkpoint.formats.torch_files.archive_writer import ArchiveFilling
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.plan.names import split_state_name
 
@@ -54,8 +53,7 @@ def plan_folder(outputs: Outputs, request: FolderRequest, *, names: StateDictNam
         else:
             paths = [(name,)]
         tensors.append(DcpTensor(each.whole, tuple(paths)))
-    folder = plan_dcp(tensors, list(_objects(outputs, names)), max_file_bytes=request.max_file_bytes)
-    return FolderPlan(files=folder.files, filling=ArchiveFilling, last={METADATA: folder.metadata})
+    return plan_dcp(tensors, list(_objects(outputs, names)), max_file_bytes=request.max_file_bytes)
 
 
 def _objects(outputs: Outputs, names: StateDictNames) -> Iterator[DcpObject]:

@@ -17,14 +17,15 @@ from itertools import product
 from typing import Any
 
 from shardwise.checkpoint.formats.dcp.training_names import KeyPath
-from shardwise.checkpoint.formats.torch_files.archive_writer import Archive, ArchiveFile, pickled_tensor
+from shardwise.checkpoint.formats.format import FolderPlan
+from shardwise.checkpoint.formats.torch_files.archive_writer import Archive, ArchiveFile, ArchiveFilling, pickled_tensor
 from shardwise.checkpoint.formats.torch_files.pickle_writer import Repeated, pickled
 from shardwise.checkpoint.formats.torch_files.pickles import MadeObject, Named
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-METADATA = ".metadata"
+_METADATA = ".metadata"
 
 _MAX_CHUNK_BYTES = 64 << 20
 """A rank that needs a row of a chunk reads all of it into memory."""
@@ -52,16 +53,7 @@ class DcpObject:
     path: KeyPath
 
 
-@dataclass(frozen=True, slots=True)
-class DcpFolder:
-    """The files of a folder."""
-
-    files: Mapping[str, ArchiveFile]
-    metadata: bytes
-    """The file `.metadata`, which goes last."""
-
-
-def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_file_bytes: int) -> DcpFolder:
+def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_file_bytes: int) -> FolderPlan:
     """The folder with these tensors and values; a file is full when the next chunk would bring it over a size.
 
     Raises CheckpointError where two of them would have one name.
@@ -117,7 +109,7 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
         for (archive, held), (file, number) in zip(archives, places, strict=True)
         for name, offset in held
     ]
-    return DcpFolder(made, _packed(entries, paths, storage))
+    return FolderPlan(files=made, filling=ArchiveFilling, last={_METADATA: _packed(entries, paths, storage)})
 
 
 def _name(path: KeyPath) -> str:

@@ -26,7 +26,7 @@ from shardwise.checkpoint.formats.newest_save import newest_save
 from shardwise.checkpoint.formats.optimizer_states import NumberedOptimizer, Parameters, is_optimizer, named_parameters
 from shardwise.checkpoint.formats.state_dicts import placed, plain_values
 from shardwise.checkpoint.formats.strided import TensorPlace, stored_tensor
-from shardwise.checkpoint.formats.torch_files.saved_values import UnknownObject, ints, read_file
+from shardwise.checkpoint.formats.torch_files.saved_values import UnknownObject, ints, read_dict
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
 from shardwise.errors import CheckpointError, few_of
@@ -178,9 +178,7 @@ def _read_files(store: Store, folder: str) -> _SavedFiles:
         if match is None:
             continue
         with problems.collecting(), OpenFile(store, folder + name) as opened, about(opened.place):
-            value = read_file(opened.read, opened.size)
-            if not isinstance(value, dict):
-                raise CheckpointError("it is no dict, which files of DeepSpeed are")
+            value = read_dict(opened, "which files of DeepSpeed are")
             files.sizes[folder + name] = opened.size
             for place in _counts_in(value):
                 if (count := number_at(opened, place)) is not None:

@@ -32,7 +32,7 @@ from shardwise.checkpoint.formats.torch_files.archive_writer import (
     saved_tensor,
 )
 from shardwise.checkpoint.formats.torch_files.pickles import MadeObject, Named
-from shardwise.checkpoint.formats.torch_files.saved_values import read_file
+from shardwise.checkpoint.formats.torch_files.saved_values import read_dict, read_file
 from shardwise.checkpoint.local import checked_name
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
@@ -71,7 +71,7 @@ def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping
             continue
         keys.setdefault(name, set()).add(key)
         with problems.collecting(), OpenFile(store, file) as opened, about(opened.place):
-            value = read_file(opened.read, opened.size)
+            value = read_file(opened)
             if key == "step":
                 if (step := number_at(opened, value)) is not None:
                     steps[name] = step
@@ -109,9 +109,7 @@ def _add_groups(
     shapes = shapes_of(model.get("param_shapes") or [])
     trained = [name for each in shapes for name in each]
     with OpenFile(store, folder + _STATE) as opened, about(opened.place):
-        state = read_file(opened.read, opened.size)
-        if not isinstance(state, dict):
-            raise CheckpointError("it is no dict, as ds_to_universal writes it")
+        state = read_dict(opened, "as ds_to_universal writes it")
         base = state.get("optimizer_state_dict")
         if isinstance(base, dict) and is_optimizer(base):  # under stage 3
             counts = [number_at(opened, each.get("step")) for each in base["state"].values()]

@@ -22,7 +22,7 @@ from shardwise.checkpoint.formats.megatron.names import with_norms
 from shardwise.checkpoint.formats.megatron.optimizer import arguments_of
 from shardwise.checkpoint.formats.state_dicts import plain_values
 from shardwise.checkpoint.formats.strided import TensorPlace, pieces_of
-from shardwise.checkpoint.formats.torch_files.saved_values import read_file
+from shardwise.checkpoint.formats.torch_files.saved_values import read_dict
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
 from shardwise.errors import CheckpointError, few_of
@@ -140,9 +140,7 @@ def _read_files(store: Store, folder: str) -> tuple[dict[tuple[int, int], _RankF
         if (match := _FILE.fullmatch(name.removeprefix(folder))) is None:
             continue
         with problems.collecting(), OpenFile(store, name) as opened, about(opened.place):
-            values = read_file(opened.read, opened.size)
-            if not isinstance(values, dict):
-                raise CheckpointError("it is no dict, which Megatron writes")
+            values = read_dict(opened, "which Megatron writes")
             arguments = arguments_of(values)
             if match[3] is not None or (arguments.get("expert_model_parallel_size") or 1) != 1:
                 raise CheckpointError(

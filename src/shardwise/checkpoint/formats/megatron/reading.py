@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.megatron.names import in_shape, is_flat_bucket
 from shardwise.checkpoint.formats.megatron.optimizer import MegatronOptimizer, arguments_of
 from shardwise.checkpoint.formats.newest_save import newest_save
 from shardwise.checkpoint.formats.state_dicts import plain_values
-from shardwise.checkpoint.formats.torch_files.saved_values import read_file
+from shardwise.checkpoint.formats.torch_files.saved_values import read_dict
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_json
 from shardwise.errors import CheckpointError
@@ -79,7 +79,7 @@ def read_contents(store: Store) -> Contents:
         store,
         folder,
     )
-    values, common_bytes = _common(store, folder)
+    values, optimizer, common_bytes = _common(store, folder)
     with about(location):
         found = FoundTensors()
         again = dcp.aliases_of(metadata, held.tensors)  # masters that are the weights
@@ -98,12 +98,11 @@ def read_contents(store: Store) -> Contents:
             master = found.tensors.get(state_name(name, MASTER))
             if master is not None and master.dtype == tensor.dtype:
                 del found.tensors[state_name(name, MASTER)]
-        settings = {} if in_buckets else _add_optimizer(found, store, folder, values)
+        settings = {} if in_buckets else _add_optimizer(found, optimizer)
         if states:
             found.notes.append(
                 f"{len(states)} objects {states[0]} and so on are left out: scales of FP8 in Transformer Engine"
             )
-        arguments = arguments_of(values)
         plain = plain_values({key: each for key, each in values.items() if key != "optimizer"}, found.notes)
         iteration = values.get("iteration")
         return replace(
@@ -115,7 +114,7 @@ def read_contents(store: Store) -> Contents:
             settings=settings,
             extra={**held.extra, "objects": {**packed(plain, "its values"), **held.extra.get("objects", {})}},
             step=iteration if type(iteration) is int else None,
-            layout=_layout(arguments),
+            layout=_layout(optimizer.arguments),
             notes=tuple(found.notes),
             left_state=found.left_state,
         )
@@ -144,16 +143,14 @@ def _check_backend(store: Store, folder: str) -> None:
         )
 
 
-def _common(store: Store, folder: str) -> tuple[dict[Any, Any], int]:
-    """What all ranks had alike, and the bytes of its file."""
+def _common(store: Store, folder: str) -> tuple[dict[Any, Any], MegatronOptimizer, int]:
+    """What all ranks had alike, what it says of the optimizer, and the bytes of its file."""
     with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
-        value = read_file(opened.read, opened.size)
-        if not isinstance(value, dict):
-            raise CheckpointError("it is no dict, which Megatron writes")
-        return value, opened.size
+        values = read_dict(opened, "which Megatron writes")
+        return values, MegatronOptimizer.of(values, arguments_of(values), opened), opened.size
 
 
-def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+def _add_optimizer(found: FoundTensors, optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Add how often each parameter was updated; returns the settings of the optimizer."""
     trained: dict[str, tuple[int, ...]] = {}
     for name, tensor in found.tensors.items():
@@ -164,8 +161,6 @@ def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mappi
             held = "no such parameter" if weight is None else f"a parameter of shape {list(weight.shape)}"
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, and the model has {held}")
         trained[split[0]] = weight.shape
-    with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
-        optimizer = MegatronOptimizer.of(values, arguments_of(values), opened)
     if optimizer.step is not None:
         for name in trained:
             found.add_step(name, optimizer.step)

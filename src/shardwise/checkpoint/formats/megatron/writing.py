@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import StoredTensor, is_model_name
-from shardwise.checkpoint.formats.dcp.writing import METADATA, DcpObject, DcpTensor, plan_dcp
+from shardwise.checkpoint.formats.dcp.writing import DcpObject, DcpTensor, plan_dcp
 from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
 from shardwise.checkpoint.formats.megatron.names import StackedTensors, is_megatron_name, linear_of, stacked
 from shardwise.checkpoint.formats.megatron.optimizer import group_of_megatron, is_decayed
@@ -54,7 +54,7 @@ def plan_folder(outputs: Outputs, request: FolderRequest) -> FolderPlan:
     plan = plan_dcp(list(_tensors(outputs, stacks)), list(_objects(stacks)), max_file_bytes=request.max_file_bytes)
     common = ArchiveFile((_common(outputs, request.source, step),))
     last = {
-        f"{folder}{METADATA}": plan.metadata,
+        **{folder + name: data for name, data in plan.last.items()},
         f"{folder}metadata.json": json.dumps(_BACKEND).encode(),
         "latest_checkpointed_iteration.txt": str("release" if step is None else step).encode(),
     }

@@ -136,7 +136,7 @@ class _Machine:
         return items
 
     def nothing(self, _: Any) -> None:
-        """The number of the protocol says nothing about the value; frames are hints for readers of streams."""
+        """The number of the protocol and the lengths of frames say nothing about the value."""
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -267,7 +267,16 @@ def _names(program: io.BytesIO) -> tuple[str, str]:
     return module[:-1].decode(), name[:-1].decode()
 
 
+def _frame(program: io.BytesIO) -> None:
+    """The length of what follows, which has to be there. It is a hint for readers of streams."""
+    num_bytes = int.from_bytes(program.read(8), "little")
+    if program.tell() + num_bytes > len(program.getbuffer()):
+        raise ValueError(f"a frame of {num_bytes:,} bytes is beyond the end")
+
+
 def _reader(opcode: pickletools.OpcodeInfo) -> Callable[[io.BytesIO], Any] | None:
+    if opcode.name in ("GLOBAL", "FRAME"):
+        return _names if opcode.name == "GLOBAL" else _frame
     return None if opcode.arg is None else opcode.arg.reader
 
 
@@ -317,7 +326,7 @@ _INSTRUCTIONS: Mapping[str, tuple[int, _Instruction]] = {
     **dict.fromkeys(("BINGET", "LONG_BINGET"), (_CHEAP, _Machine.recall)),
 }
 _STEPS: Mapping[bytes, tuple[Callable[[io.BytesIO], Any] | None, int, _Instruction]] = {
-    each.code.encode("latin1"): (_names if each.name == "GLOBAL" else _reader(each), *_INSTRUCTIONS[each.name])
+    each.code.encode("latin1"): (_reader(each), *_INSTRUCTIONS[each.name])
     for each in pickletools.opcodes
     if each.name in _INSTRUCTIONS
 }

@@ -33,6 +33,7 @@ from shardwise.checkpoint.formats.torch_files.pickles import (
     parse_first,
 )
 from shardwise.checkpoint.formats.torch_files.zip_parts import SIGNATURE, Read, ZipParts
+from shardwise.checkpoint.stores import OpenFile
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
@@ -153,13 +154,14 @@ class ResolvedTensor(UnknownObject):
     """Its values."""
 
 
-def read_file(read: Read, size: int) -> Any:
-    """Return what a file of `size` bytes holds: dicts, lists, tuples, plain values, each tensor as its `TensorPlace`.
+def read_file(opened: OpenFile) -> Any:
+    """Return what a file holds: dicts, lists, tuples, plain values, each tensor as its `TensorPlace`.
 
     An object of any other class is a `UnknownObject`. Tensors that share memory have places that share bytes; the same
     view of the same storage is the same place. Raises `CheckpointError` for what `torch.save` did not write, and for
     what is damaged.
     """
+    read, size = opened.read, opened.size
     first = read(0, min(size, 512))
     if first.startswith(SIGNATURE):
         archive = _opened(read, size)
@@ -171,6 +173,14 @@ def read_file(read: Read, size: int) -> Any:
     else:
         raise CheckpointError(_unlike_torch(first))
     return _Finder(places, read, size).inert(value)
+
+
+def read_dict(opened: OpenFile, why: str) -> dict[Any, Any]:
+    """As `read_file`; raises CheckpointError for a file that holds no dict. why: in words, why it should hold one."""
+    value = read_file(opened)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"it is no dict, {why}")
+    return value
 
 
 def number_of(data: bytes, dtype: str) -> Any:

@@ -6,6 +6,12 @@
 Python's `zipfile` reads the directory; nothing is unpacked. What a directory may say and no writer of torch says is
 refused: compressed or encrypted parts, links, paths that lead out, names twice, parts that overlap each other or the
 directory. So is a header that says otherwise than the directory.
+
+Each part has a checksum (CRC-32) there. A file has one archive, or as data of torch.distributed.checkpoint several, one
+behind the other. They are found from the last one on, without metadata:
+
+    parts, directory, end record | parts, directory, end record | parts, directory, end record
+                                 ^ first byte of the last archive, as its directory says
 """
 
 import bisect
@@ -15,15 +21,15 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, NoReturn
 
 from shardwise.errors import CheckpointError
 
 SIGNATURE = b"PK\x03\x04"
 """The first bytes of an archive."""
-END_SIGNATURE = b"PK\x05\x06"
-END = struct.Struct("<4s4H2LH")
+_END_SIGNATURE = b"PK\x05\x06"
+_END = struct.Struct("<4s4H2LH")
 """The end record: signature, two numbers of disks, twice the number of parts, and what `zipfile` reads."""
 
 Read = Callable[[int, int], bytes]
@@ -33,6 +39,7 @@ _EDGE_BYTES = 4096
 """All but the elements of one tensor is so near to one of the ends, where an archive has one tensor."""
 _MAX_DIRECTORY_BYTES = 1 << 26
 _MAX_NAME_BYTES = 512
+_CHUNK_BYTES = 1 << 20
 _MAX_PART_BYTES = 1 << 28
 """Of a part that is read as a whole: a million tensors take less."""
 _HEADER = struct.Struct("<4s5H3L2H")
@@ -98,9 +105,9 @@ class ZipParts:
         except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
             _damaged(str(error))
         listed = archive.infolist()
-        end = self._file.range(size - END.size - len(archive.comment), END.size)
-        signature, disk, first_disk, here, count, *_ = END.unpack(end)
-        if signature != END_SIGNATURE or disk or first_disk or here != count or count not in (len(listed), 0xFFFF):
+        end = self._file.range(size - _END.size - len(archive.comment), _END.size)
+        signature, disk, first_disk, here, count, *_ = _END.unpack(end)
+        if signature != _END_SIGNATURE or disk or first_disk or here != count or count not in (len(listed), 0xFFFF):
             _damaged("its end record does not fit the file")
         self._parts = {each.orig_filename.partition("/")[2]: each for each in listed}
         if len(self._parts) < len(listed):
@@ -197,3 +204,44 @@ def _check(part: zipfile.ZipInfo) -> None:
 
 def _damaged(why: str) -> NoReturn:
     raise CheckpointError(f"torch.save did not write it, or it is damaged: {why}")
+
+
+class PartCheck(NamedTuple):
+    """A part of an archive, all of whose bytes were read."""
+
+    name: str
+    """In its archive: "data/0" is the storage of a tensor."""
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+    good: bool | None
+    """Whether it has its checksum; None: it has none (`torch.serialization.set_crc32_options(False)`)."""
+
+
+def has_archives(read: Read, size: int) -> bool:
+    """Whether a file of `size` bytes begins or ends as archives do."""
+    return read(0, min(size, len(SIGNATURE))) == SIGNATURE or _ends(read, size)
+
+
+def check_archives(read: Read, size: int) -> Iterator[PartCheck]:
+    """Read all parts of all archives of a file, from its last archive to its first.
+
+    Raises CheckpointError for a directory that is damaged; what is before it cannot be found then.
+    """
+    end = size
+    while end:
+        if not _ends(read, end):
+            raise CheckpointError(f"byte {end:,} is not the end of an archive of torch.save")
+        archive = ZipParts(read, end)
+        for name in archive.names():
+            start, num_bytes = archive.place(name)
+            found = 0
+            for at in range(start, start + num_bytes, _CHUNK_BYTES):
+                found = zlib.crc32(read(at, min(_CHUNK_BYTES, start + num_bytes - at)), found)
+            yield PartCheck(name, start, num_bytes, archive.is_sum_of(name, found))
+        end = archive.start
+
+
+def _ends(read: Read, end: int) -> bool:
+    """Whether an archive ends before the byte `end`."""
+    return end >= _END.size and read(end - _END.size, len(_END_SIGNATURE)) == _END_SIGNATURE

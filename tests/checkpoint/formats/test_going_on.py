@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from tests.checkpoint.deepspeed import model as words
 from tests.checkpoint.foreign_files import small_program as small
-from tests.checkpoint.formats import DEEPSPEED, FILES, MEGATRON, deepspeed_reference, megatron_reference
+from tests.checkpoint.formats.known_formats import DEEPSPEED, FILES, MEGATRON, deepspeed_reference, megatron_reference
 from tests.checkpoint.megatron import cases as megatron
 from tests.checkpoint.megatron.hub import rewrite_of, untrained
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.formats.optimizer_settings import optimizer_settings
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.deepspeed.model import STEPS
-from tests.checkpoint.formats import DEEPSPEED, of_deepspeed
+from tests.checkpoint.formats.known_formats import DEEPSPEED, of_deepspeed
 from tests.contracts.format_cases import check_tensors
 from tests.refusals import Refusals
 

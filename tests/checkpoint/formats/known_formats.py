@@ -18,8 +18,8 @@ from tests.checkpoint.megatron.folders import folders
 from tests.checkpoint.small_states import whole_state
 from tests.checkpoint.stored_values import random_state, save_dcp
 
-FILES = Path(__file__).with_name("foreign_files")
-DEEPSPEED = Path(__file__).with_name("deepspeed") / "folders"
+FILES = Path(__file__).parents[1] / "foreign_files"
+DEEPSPEED = Path(__file__).parents[1] / "deepspeed" / "folders"
 MEGATRON = folders()
 
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint.formats.dcp import reading as dcp
 from shardwise.checkpoint.stores import store_of
 from shardwise.cli import main
 from shardwise.errors import CheckpointError
-from tests.checkpoint.formats import MEGATRON, megatron_reference, of_megatron
+from tests.checkpoint.formats.known_formats import MEGATRON, megatron_reference, of_megatron
 from tests.checkpoint.megatron.cases import (
     CASES,
     DECAY,

@@ -1,24 +1,29 @@
 """Formats of other packages are found by their entry points, read, written, and left out where they are broken."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
+import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint.formats import registry
 from shardwise.cli import main
 from shardwise.errors import CheckpointError
+from shardwise.testing.formats import Claim, Format, Whole, claims_of
 
 PACKAGE = """
 import json
 
 from shardwise.checkpoint import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.formats.format import FolderPlan, Format
-from shardwise.checkpoint.stores import read_json
+from shardwise.checkpoint.stores import OpenFile, read_json
+from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
 
@@ -27,6 +32,9 @@ def read(store):
     for name, shape in read_json(store, "shapes.json").items():
         piece = Piece(name=name, dtype="float32", global_shape=tuple(shape))
         stored = StoredPiece(piece=piece, file=f"{name}.raw", start=0, checksums=None)
+        with OpenFile(store, f"{name}.raw") as opened:
+            if opened.size != stored.num_bytes:
+                raise CheckpointError(f"{opened.place} has {opened.size} bytes, and not {stored.num_bytes}")
         tensors[name] = StoredTensor(name=name, dtype="float32", shape=tuple(shape), pieces=(stored,))
     sizes = {f"{name}.raw": each.num_bytes for name, each in tensors.items()}
     return Contents(format="raw", location=store.location, tensors=tensors, file_sizes=sizes)
@@ -72,6 +80,32 @@ def install(folder: Path, name: str, code: str) -> None:
     (folder / f"{name}-1.dist-info").mkdir()
     (folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {name}:FORMAT\n")
+
+
+def raw(folder: Path) -> tuple[Path, Whole]:
+    """As the package's own program writes it."""
+    state = {"w": torch.randn(30, 40), "b": torch.randn(40)}
+    for name, each in state.items():
+        each.numpy().tofile(folder / f"{name}.raw")
+    (folder / "shapes.json").write_text(json.dumps({name: list(each.shape) for name, each in state.items()}))
+    return folder, state
+
+
+def read_raw(folder: Path) -> Whole:
+    shapes = json.loads((folder / "shapes.json").read_text())
+    arrays = {name: np.fromfile(folder / f"{name}.raw", np.float32) for name in shapes}
+    return {name: torch.from_numpy(each).view(shapes[name]) for name, each in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("form", "claim"), claims_of([Format(name="raw", kind="raw", made=raw, to="raw-files", read=read_raw)], sw)
+)
+def test_it_fulfils_the_contract_with_what_it_says_alone(
+    packages: Path, tmp_path: Path, form: Format, claim: Claim
+) -> None:
+    install(packages, "raw_files_of_tests", PACKAGE)
+    (tmp_path / "of claim").mkdir()
+    claim(form, tmp_path / "of claim")
 
 
 def test_a_format_of_another_package_is_read_and_written(packages: Path, tmp_path: Path) -> None:
