@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,9 @@ def sides(channels: dict[str, Channel]) -> dict[str, Side]:
 def small_calls(channels: dict[str, Channel]) -> dict[str, Side]:
     """What costs a rank its notices to others: the least that words on gloo would cost is a call of gloo."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend: Any = dist.group.WORLD._get_backend(  # type: ignore[union-attr]
+        torch.device("cpu")
+    )
     words, heard = torch.zeros(64, dtype=torch.uint8), torch.zeros(64 * size, dtype=torch.uint8)
     given, got = torch.zeros(1 << 10), torch.zeros(1 << 10)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -103,7 +106,7 @@ def small_calls(channels: dict[str, Channel]) -> dict[str, Side]:
 
     timed: dict[str, Side] = {}
     for name, channel in channels.items():
-        timed[f"exchange of 20 bytes, {name}"] = lambda channel=channel: channel.exchange(b"2" * 20, purpose="d")
+        timed[f"exchange of 20 bytes, {name}"] = partial(channel.exchange, b"2" * 20, purpose="d")
         timed[f"message of 4 KiB to the next, {name}"] = partial(pass_on, channel)
     timed["all-gather of 64 bytes, gloo native"] = lambda: backend._allgather_base(heard, words).wait()
     timed["message of 4 KiB to the next, gloo native"] = pass_on_by_gloo

@@ -139,7 +139,7 @@ def test_a_folder_of_another_format_is_durable_with_the_folders_that_lead_to_it(
 def test_what_comes_from_a_device_is_written_while_the_next_part_is_copied(
     fake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, given = threading.Semaphore(0), saving.row_major_bytes
+    copied, given = threading.Semaphore(0), safetensors_files.row_major_bytes
 
     def watched(*arguments: Any, **more: Any) -> Iterator[torch.Tensor]:
         for chunk in given(*arguments, **more):

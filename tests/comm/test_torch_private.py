@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrizations, parametrize
 
 from shardwise.comm import torch_private as private

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfFileSystem
-from tests.contracts.store_cases import content, read
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
@@ -19,6 +18,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import convert
 from shardwise.checkpoint.hub import HubStore
 from shardwise.errors import CheckpointError
+from shardwise.testing.stores import content, read
 
 OLD, NEW = "0" * 40, "1" * 40
 

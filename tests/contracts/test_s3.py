@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.contracts.store_cases import CASES, Case, content, put, read
 
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import ObjectStore
 from shardwise.checkpoint.stores import store_of
 from shardwise.errors import CheckpointError
+from shardwise.testing.stores import CASES, Case, content, put, read
 from tests.contracts.s3_service import BUCKET, S3Service
 
 

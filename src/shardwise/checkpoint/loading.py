@@ -42,7 +42,7 @@ from shardwise.checkpoint.stores import Address
 from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
-from shardwise.comm.default_channel import channel_of, given_or_default
+from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name
