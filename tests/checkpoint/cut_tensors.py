@@ -47,7 +47,7 @@ def save_sharded(path: Path, state: Tensors, size: int = 3, **arguments: Any) ->
     return path
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+def tensors_of(path: checkpoint.Address) -> dict[str, torch.Tensor]:
     """Every tensor of the newest save, or of another format."""
     catalogue = checkpoint.open(path)
     return {name: catalogue.read(name) for name in catalogue.tensors}
