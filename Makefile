@@ -12,7 +12,7 @@ WORKERS ?= 3
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops bench-matrix bench-trainer mutants stress clean
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops bench-matrix bench-trainer mutants stress again clean
 
 setup: $(STAMP)
 
@@ -126,6 +126,10 @@ mutants: setup
 stress: setup
 	$(BIN)/python -m pytest -m stress -o faulthandler_timeout=0
 	EXAMPLES=20 $(BIN)/python -m pytest -m "hypothesis and not stress" --timeout 1200 -o faulthandler_timeout=0
+
+# Tests of processes, time and faults, 20 times beside four busy processes: two hours.
+again: setup
+	$(BIN)/python -m tests.again
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

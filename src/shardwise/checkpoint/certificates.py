@@ -25,6 +25,7 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.elements import Elements, with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
@@ -304,7 +305,7 @@ class _RoundTrip:
     ) -> dict[str, Elements]:
         """How some tensors, or what `changed` makes of their elements, differ from what came back of them."""
         wholes = [self.sent.tensors[name].whole for name in names]
-        sent, back = self.sent.reader(self.source), self.back.reader(self.store)
+        sent, back = self.sent.reader(DataFiles(self.source)), self.back.reader(DataFiles(self.store))
         different = compared(
             [(whole, replace(whole, name=self._found(whole.name))) for whole in wholes],
             lambda pieces: list(map(changed, sent.read(pieces))),
@@ -401,7 +402,7 @@ def _completed(
 def _digests(store: Store, outputs: Outputs, passing: PassingDigests | None = None) -> dict[str, str]:
     """sha256 of the elements of every output."""
     found = PassingDigests(outputs.tensors)
-    reader = outputs.reader(store, digests=passing)
+    reader = outputs.reader(DataFiles(store), digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
             found.see(piece, elements)

@@ -15,9 +15,9 @@ import torch
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import gather_findings
-from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
@@ -39,8 +39,8 @@ def compared(
     """How the elements of pairs differ, by the number of the pair, counted in the whole pieces.
 
     Pieces of a pair have equally many elements; `a` reads the first ones, and `b`, maybe the same reader, the others.
-    is_mine: which parts of which pairs are looked at, by their numbers; a part fits into a window. passed: takes the bytes
-        of `a` in each window.
+    is_mine: which parts of which pairs are looked at, by their numbers; a part fits into a window.
+    passed: takes the bytes of `a` in each window.
     """
     found: dict[int, Elements] = {}
     # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
@@ -84,7 +84,7 @@ def equal_unread(a: Contents, one: str, b: Contents, other: str) -> bool:
 class StoredPairs:
     """Tensors of one checkpoint that have to be equal, by their names."""
 
-    store: Store
+    files: DataFiles
     contents: Contents
     pairs: Sequence[tuple[str, str]]
     say: Callable[[int, Elements], str]
@@ -113,7 +113,7 @@ class StoredPairs:
         ]
         if lacking:
             return lacking, 0
-        reader = PieceReader(self.store, self.contents, None if self.view is None else self.view.read_targets)
+        reader = PieceReader(self.files, self.contents, None if self.view is None else self.view.read_targets)
         numbers = list(pairs)
         # What has the same first is one finding. Parts of large tensors are shared, and so are many small ones.
         firsts = {one: number for number, one in enumerate(dict.fromkeys(one for one, _ in self.pairs))}
@@ -154,7 +154,7 @@ class StoredPairs:
         return num_bytes
 
 
-def joined_numbers(store: Store, view: RewriteView, groups: Iterable[Sequence[str]]) -> StoredPairs:
+def joined_numbers(files: DataFiles, view: RewriteView, groups: Iterable[Sequence[str]]) -> StoredPairs:
     """Stored numbers that a rewrite joins into one. groups: some of `Checked.agree`."""
     members = [(group, other) for group in groups for other in group[1:]]
 
@@ -164,7 +164,7 @@ def joined_numbers(store: Store, view: RewriteView, groups: Iterable[Sequence[st
 
     pairs = [(group[0], other) for group, other in members]
     return StoredPairs(
-        store=store,
+        files=files,
         contents=view.stored,
         pairs=pairs,
         say=say,

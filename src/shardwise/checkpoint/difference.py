@@ -19,10 +19,10 @@ from shardwise.checkpoint.contents import Contents, StoredTensor, printable
 from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.elements import Elements, ElementValue
 from shardwise.checkpoint.outputs import model_of
-from shardwise.checkpoint.reading import GrowingBuffer, check_file
+from shardwise.checkpoint.reading import DataFiles, check_files
 from shardwise.checkpoint.sources import with_contents
-from shardwise.checkpoint.stores import Address, Store, store_of
-from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole
+from shardwise.checkpoint.stores import Address, store_of
+from shardwise.checkpoint.windows import PieceReader, check_whole
 from shardwise.errors import CheckpointError
 from shardwise.rewrite.sections import uncollected
 from shardwise.space.boxes import index_of_element
@@ -142,7 +142,9 @@ def diff(
     stores = store_of(a), store_of(b)
 
     def compared(*contents: Contents) -> Difference:
-        return _difference(stores, contents, model_only, progress)
+        files = DataFiles(stores[0])
+        # Sides are read one after the other.
+        return _difference((files, DataFiles(stores[1], files.buffers[0])), contents, model_only, progress)
 
     # Nested: where B is removed meanwhile only B is read anew, and where A is, both are.
     return with_contents(
@@ -151,22 +153,21 @@ def diff(
 
 
 def _difference(
-    stores: tuple[Store, Store], contents: Sequence[Contents], model_only: bool, progress: Progress
+    files: tuple[DataFiles, DataFiles], contents: Sequence[Contents], model_only: bool, progress: Progress
 ) -> Difference:
     # Names of optimizers are known by format: this way a save of ours compares with plain weights.
     ours, theirs = map(model_of, contents) if model_only else contents
     sides = ours, theirs
     # A truncated file would pass for equal, where checksums in the metadata settle it.
-    for store, side in zip(stores, sides, strict=True):
+    for each, side in zip(files, sides, strict=True):
         side.check_tensors(side.tensors)
         check_whole(side, side.tensors.values())
-        _check_sizes(store, side)
+        _check_sizes(each, side)
     pairs, alone = _paired(*sides)
     # Different shapes have no elements in common places, and without elements nothing differs.
     alike = [pair for pair in pairs if pair.finding != "shape" and pair.a.num_bytes]
     read = [p for p in alike if p.finding or not equal_unread(sides[0], p.a.name, sides[1], p.b.name)]
-    batch = GrowingBuffer(BATCH_BYTES)  # sides are read one after the other
-    readers = PieceReader(stores[0], sides[0], batch=batch), PieceReader(stores[1], sides[1], batch=batch)
+    readers = PieceReader(files[0], ours), PieceReader(files[1], theirs)
     different = _compared(read, *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]
@@ -185,10 +186,10 @@ def _difference(
     )
 
 
-def _check_sizes(store: Store, side: Contents) -> None:
+def _check_sizes(files: DataFiles, side: Contents) -> None:
     """Raise CheckpointError where data is missing that a comparison by checksums would not read."""
-    files = sorted({piece.file for tensor in side.tensors.values() for piece in tensor.pieces})
-    if findings := [each for name in files for each in check_file(store, side, name, head=False)[1]]:
+    names = sorted({piece.file for tensor in side.tensors.values() for piece in tensor.pieces})
+    if findings := [each for *_, found in check_files(files, side, names, heads=()) for each in found]:
         raise CheckpointError(*findings, about=f"{side.location} is not as it was written")
 
 

@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 from shardwise.checkpoint.comparison import StoredPairs
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.stores import Store
 from shardwise.plan.names import AVERAGE, MASTER, is_beside_name, is_state_name, split_state_name, state_name
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, Rest, TextPlace
@@ -237,11 +237,11 @@ def _other(name: str) -> str:
 
 
 def twin_pairs(
-    store: Store, contents: Contents, view: RewriteView | None, twins: Sequence[tuple[str, str]]
+    files: DataFiles, contents: Contents, view: RewriteView | None, twins: Sequence[tuple[str, str]]
 ) -> StoredPairs:
     """Twins, which are to be compared. `view`: what a rewrite makes of the contents, whose names they then have."""
     return StoredPairs(
-        store=store,
+        files=files,
         contents=contents,
         pairs=twins,
         say=lambda at, elements: untied(*twins[at], "have different values"),

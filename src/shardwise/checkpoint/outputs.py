@@ -10,10 +10,9 @@ import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
-from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.model_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.quantised_outputs import QuantisingReader
-from shardwise.checkpoint.reading import GrowingBuffer
+from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, kept_in, metas_of_contents
 from shardwise.checkpoint.stores import Store
@@ -74,7 +73,7 @@ class Outputs:
         # Only those that are written: an export of the model need not refuse because of optimizer state.
         used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
         groups = [group for group in self.view.checked.agree if not used.isdisjoint(group)]
-        findings, _ = joined_numbers(store, self.view, groups).findings()
+        findings, _ = joined_numbers(DataFiles(store), self.view, groups).findings()
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
@@ -86,20 +85,21 @@ class Outputs:
 
     def reader(
         self,
-        store: Store,
-        batch: GrowingBuffer | None = None,
+        files: DataFiles,
         window: GrowingBuffer | None = None,
         digests: PassingDigests | None = None,
     ) -> "OutputReader":
-        """A reader of any pieces of the outputs, out of the store that has the checkpoint.
+        """A reader of any pieces of the outputs, out of the files of the checkpoint.
 
-        batch, window, digests: see `PieceReader`.
+        window, digests: see `PieceReader`.
         """
         targets_of = None if self.view is None else self.view.read_targets
-        reader = PieceReader(store, self.contents, targets_of, batch=batch, window=window, digests=digests)
+        reader = PieceReader(files, self.contents, targets_of, window=window, digests=digests)
         if self.view is None or not self.view.checked.quantises:
             return reader
-        wide = PieceReader(store, self.contents, targets_of, batch=batch, digests=digests)
+        from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
+
+        wide = PieceReader(files, self.contents, targets_of, digests=digests)
         return QuantisingReader(self.view.checked, reader, wide)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

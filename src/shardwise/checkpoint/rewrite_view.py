@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
 from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, padding_value
@@ -273,6 +272,8 @@ class RewriteView:
         """
         for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
             if (scales := scales_of(each.dtypes)) is not None:
+                from shardwise.checkpoint.block_scales import BlockScales  # the core works without it
+
                 found = BlockScales.of(each.piece, scales.source, scales.block, self.checked.sources[scales.source])
                 dtypes = (each.dtypes[0], *needed_casts((*each.dtypes[2:], piece.dtype)))
                 yield ReadTarget(each.piece, each.view(memory), dtypes, scales=found)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface_files import model_files
+from shardwise.checkpoint.model_files import model_files
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
+from shardwise.comm.torch_private import cut_by_placement, is_strided_cut, orders_of_cuts, sparse_parts
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
@@ -47,7 +48,7 @@ def dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -204,9 +205,8 @@ def _check_readable(name: str, tensor: "DTensor") -> None:
             f"{name} is a DTensor with placement {unknown[0]}, which holds no elements; call redistribute() with "
             "Shard and Replicate placements first"
         )
-    # Reading the order of cuts is the one use of a private attribute: torch has no public word for it, and cuts in
-    # another order than the placements' would put elements elsewhere without a trace.
-    for _, mesh_dims in getattr(tensor._spec, "shard_order", None) or ():
+    # Cuts in another order than the placements' would put elements elsewhere without a trace.
+    for mesh_dims in orders_of_cuts(tensor):
         if list(mesh_dims) != sorted(mesh_dims):
             raise CheckpointError(
                 f"{name} is a DTensor that its mesh dims cut in the order {mesh_dims}; first redistribute() it with "
@@ -215,25 +215,21 @@ def _check_readable(name: str, tensor: "DTensor") -> None:
 
 
 def _is_cut(placement: Any) -> bool:
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import Shard
 
-    return isinstance(placement, Shard | _StridedShard)
+    return isinstance(placement, Shard) or is_strided_cut(placement)
 
 
 def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_IndexRange]:
     """The positions among `size` that a placement gives to `part` of `num_parts`, split by torch itself."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     shape = (1,) * placement.dim + (size,)
-    if not isinstance(placement, _StridedShard):
+    if not is_strided_cut(placement):
         # Only lengths count, so that a tensor of one repeated element will do, however long the dim.
-        parts, _ = placement._split_tensor(
-            torch.empty(1).expand(shape), num_parts, with_padding=False, contiguous=False
-        )
+        parts = cut_by_placement(placement, torch.empty(1).expand(shape), num_parts)
         stops = list(accumulate(each.size(placement.dim) for each in parts))
         return [(stops[part - 1] if part else 0, stops[part])]
     # A strided shard says which indices it has only by giving them: split the indices themselves, and look for steps.
-    parts, _ = placement._split_tensor(torch.arange(size).view(shape), num_parts, with_padding=False, contiguous=False)
+    parts = cut_by_placement(placement, torch.arange(size).view(shape), num_parts)
     indices = parts[part].flatten()
     breaks = (indices.diff() != 1).nonzero().flatten()
     firsts = [*indices[:1].tolist(), *indices[breaks + 1].tolist()]

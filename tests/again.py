@@ -1,0 +1,93 @@
+"""All tests of processes, time and faults, again and again beside busy processes: a test that fails once is a fault.
+
+    python -m tests.again --runs 20 --busy 4
+
+It prints a line for each run. What pytest said of a run with failures stays in build/again, with the load of the
+machine; seeds, logs and durations stand in it.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "build" / "again"
+
+WHAT = [
+    "accelerate",
+    "checkpoint/test_background.py",
+    "checkpoint/test_crashes.py",
+    "cli",
+    "comm",
+    "contracts",
+    "fake_device",
+    "forks",
+    "hf",
+    "keepers",
+    "lightning",
+    "moving",
+    "processes",
+    "test_launchers.py",
+    "testing",
+    "train/test_preemption.py",
+    "trainers",
+]
+"""Files and folders below tests/ whose tests start processes, wait for something, or break something."""
+
+_LAST_LINE = re.compile(r"^=* ?(\d+ (?:passed|failed).*?) ?=*$", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Processes that compute for nothing as long as the context is open."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--busy", type=int, default=4, help="processes that compute for nothing meanwhile")
+    parser.add_argument("--workers", type=int, default=4)
+    arguments = parser.parse_args()
+    KEPT.mkdir(parents=True, exist_ok=True)
+    num_failed = 0
+    with busy_processes(arguments.busy):
+        for at in range(1, arguments.runs + 1):
+            output, began = KEPT / f"run-{at}.txt", time.monotonic()
+            command = [sys.executable, "-m", "pytest", "-n", str(arguments.workers), "--dist", "worksteal", "-q"]
+            with output.open("w", encoding="utf-8") as file:
+                code = subprocess.run(
+                    [*command, "-m", "not stress", *(f"tests/{each}" for each in WHAT)],
+                    cwd=ROOT,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                ).returncode
+            said = _LAST_LINE.findall(output.read_text(encoding="utf-8", errors="replace"))
+            what = said[-1] if said else f"pytest ended with {code} and counted nothing"
+            load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+            line = f"run {at}: {what}; {time.monotonic() - began:.0f} s in all, load {load}"
+            print(line, flush=True)
+            if code == 0:
+                output.unlink()
+            else:
+                num_failed += 1
+                output.write_text(f"{line}\n\n{output.read_text(encoding='utf-8', errors='replace')}", encoding="utf-8")
+    if num_failed:
+        sys.exit(f"{num_failed} of {arguments.runs} runs failed: {KEPT}")
+
+
+if __name__ == "__main__":
+    main()
