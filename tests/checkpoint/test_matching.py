@@ -380,6 +380,23 @@ def test_equal_copies_load_into_one_parameter_and_one_element_refuses_on_all_ran
         assert all(torch.equal(model.embed.weight, state["embed.weight"]) for model in models)
 
 
+def test_ranks_share_the_comparison_of_many_small_copies(tmp_path: Path) -> None:
+    names = [f"{name}.{at}" for at in range(8) for name in ("a", "b")]
+    path = put(tmp_path, "safetensors", {name: torch.ones(25) for name in names})
+    read = [0, 0]
+
+    def run(channel: Channel) -> None:
+        tied = [torch.zeros(25) for _ in range(8)]
+        target = {name: tied[int(name[2:])] for name in names}
+        read[channel.rank] = sw.load(path, target, channel=channel).report.read_bytes
+        assert all(each.eq(1).all() for each in tied)
+
+    sw.simulate(2, run)
+    wanted, pair = 8 * 25 * 4, 2 * 25 * 4
+    assert sum(read) == wanted + 8 * pair
+    assert min(read) >= 4 * pair
+
+
 @pytest.mark.parametrize("cut", [torch.zeros(31, 9), torch.zeros(31, 10, dtype=torch.float64)])
 def test_copies_of_other_shapes_or_dtypes_are_refused(cut: torch.Tensor, tmp_path: Path) -> None:
     path = put(tmp_path, "safetensors", {**apart(), "out.weight": cut})

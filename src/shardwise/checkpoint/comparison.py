@@ -33,22 +33,29 @@ def compared(
     a: Read,
     b: Read,
     *,
-    turn: int = 0,
-    turns: int = 1,
+    is_mine: Callable[[int, int], bool] = lambda at, part: True,
     passed: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[int, Elements]:
     """How the elements of pairs differ, by the number of the pair, counted in the whole pieces.
 
     Pieces of a pair have equally many elements; `a` reads the first ones, and `b`, maybe the same reader, the others.
-    turn, turns: look at each `turns`-th window from number `turn` on. passed: takes the bytes of `a` in each window.
+    is_mine: which parts of which pairs are looked at, by their numbers; a part fits into a window.
+    passed: takes the bytes of `a` in each window.
     """
     found: dict[int, Elements] = {}
     # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
     # how many fit.
     sizes = [(one.num_elements, max(itemsize_bytes(one.dtype), itemsize_bytes(other.dtype))) for one, other in pairs]
-    for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2 if a == b else WINDOW_BYTES)):
-        if number % turns != turn:
-            continue
+    most = WINDOW_BYTES // 2 if a == b else WINDOW_BYTES
+    parts = [
+        (at, start, stop)
+        for at, size in enumerate(sizes)
+        for part, cut in enumerate(windows([size], max_bytes=most))
+        for _, start, stop in cut
+        if is_mine(at, part)
+    ]
+    for cuts in windows([(stop - start, sizes[at][1]) for at, start, stop in parts], max_bytes=most):
+        window = [(parts[n][0], parts[n][1] + first, parts[n][1] + last) for n, first, last in cuts]
         ours, theirs = ([part_of_piece(pairs[at][side], start, stop) for at, start, stop in window] for side in (0, 1))
         if a == b:
             both = a([*ours, *theirs])
@@ -90,7 +97,7 @@ class StoredPairs:
     """What a rewrite makes of the contents, whose names the pairs then have; None without one."""
 
     def findings(self, turn: int = 0, turns: int = 1) -> tuple[list[str], int]:
-        """Findings about the windows whose turn it is, one for each first of a pair, and the bytes that were read."""
+        """Findings about what is its turn, one for each first of a pair, and the bytes that were read."""
         tensors = (self.contents if self.view is None else self.view.contents).tensors
         pairs = {
             at: (tensors[one].whole, tensors[other].whole)
@@ -107,8 +114,16 @@ class StoredPairs:
         if lacking:
             return lacking, 0
         reader = PieceReader(self.files, self.contents, None if self.view is None else self.view.read_targets)
-        different = compared(list(pairs.values()), reader.read, reader.read, turn=turn, turns=turns)
         numbers = list(pairs)
+        # What has the same first is one finding. Parts of large tensors are shared, and so are many small ones.
+        firsts = {one: number for number, one in enumerate(dict.fromkeys(one for one, _ in self.pairs))}
+        turn_of = [firsts[self.pairs[at][0]] for at in numbers]
+        different = compared(
+            list(pairs.values()),
+            reader.read,
+            reader.read,
+            is_mine=lambda at, part: (turn_of[at] + part) % turns == turn,
+        )
         found: dict[str, str] = {}
         for at, elements in different.items():
             found.setdefault(self.pairs[numbers[at]][0], self.say(numbers[at], elements))

@@ -18,9 +18,9 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, Contents, StoredPiece, StoredTensor
+from shardwise.comm.digests import checksum
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, Run
 from shardwise.space.pieces import known_part
@@ -78,12 +78,12 @@ def pack_contents(contents: Contents) -> bytes:
     sums = b"".join(each.checksums or b"" for each in stored)
     parts = [json.dumps(head).encode(), _pressed(json.dumps(names).encode()), *map(_packed, columns), sums]
     text = b"".join(chain.from_iterable((_LENGTH.pack(len(part)), part) for part in parts))
-    return xxhash.xxh3_64_digest(text) + text
+    return checksum(text) + text
 
 
 def unpack_contents(data: bytes) -> Contents:
     """What `pack_contents` was given. Raises ValueError for other bytes."""
-    if xxhash.xxh3_64_digest(memoryview(data)[CHECKSUM_BYTES:]) != data[:CHECKSUM_BYTES]:
+    if checksum(memoryview(data)[CHECKSUM_BYTES:]) != data[:CHECKSUM_BYTES]:
         raise ValueError("they do not have their checksum")
     head_text, names_text, *packed, sums = _parts_of(memoryview(data)[CHECKSUM_BYTES:])
     head = json.loads(bytes(head_text))

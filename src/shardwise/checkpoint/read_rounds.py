@@ -19,7 +19,6 @@ from functools import cache
 from itertools import chain, groupby
 
 import torch
-import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import ReadPlan, StoredSpan
@@ -36,6 +35,7 @@ from shardwise.checkpoint.safetensors_files import plain_bytes
 from shardwise.checkpoint.windows import ReadTarget, fill_exactly, is_in_strips
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, json_as, of_form, understood
+from shardwise.comm.digests import checksum
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.copies import parts_of
@@ -250,7 +250,7 @@ _SAID = tuple[list[str], list[tuple[int, int, int, int, int, bool, bool, str]]]
 def _digest(stored: Sequence[StoredPiece]) -> str:
     """Equal where ranks mean the same by the position of a stored piece."""
     places = "\n".join(f"{each.file} {each.start} {each.piece.name}" for each in stored)
-    return str(xxhash.xxh3_64_hexdigest(places.encode()))
+    return checksum(places.encode()).hex()
 
 
 class _Buffers:

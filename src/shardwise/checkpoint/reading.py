@@ -27,9 +27,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-import xxhash
 
-from shardwise.checkpoint.blocks import damaged_blocks
+from shardwise.checkpoint.blocks import BlockSums, damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import StoredSpan
 from shardwise.checkpoint.stores import Reader, Store, open_data, reason
@@ -427,13 +426,13 @@ def _checked(files: DataFiles, contents: Contents, name: str, *, head: bool) -> 
 
 def _checksum_of(reader: Reader, num_bytes: int) -> bytes:
     """The checksum of the first bytes of a file; few of them are in memory at a time."""
-    sum_so_far = xxhash.xxh3_64()
+    sums = BlockSums(num_bytes)
     part = memoryview(bytearray(min(num_bytes, _PART_BYTES)))
     for start in range(0, num_bytes, _PART_BYTES):
         part = part[: num_bytes - start]
         reader.read_into(part, start)
-        sum_so_far.update(part)
-    return sum_so_far.digest()
+        sums.add(part)
+    return sums.finish()
 
 
 def damage_finding(stored: StoredPiece, block: int, contents: Contents, location: str) -> str:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import xxhash
-
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.formats.registry import read_foreign, recognise
 from shardwise.checkpoint.formats.unread import no_checkpoint
@@ -16,6 +14,7 @@ from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, understood
+from shardwise.comm.digests import digest_of
 from shardwise.errors import CheckpointError, MismatchError, PeerError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
@@ -180,4 +179,4 @@ def _understood(texts: Sequence[bytes], rank: int) -> Contents:
 
 def _digest(contents: Contents) -> str:
     """Equal for one checkpoint at any place."""
-    return str(xxhash.xxh3_128_hexdigest(pack_contents(replace(contents, location=""))))
+    return digest_of(pack_contents(replace(contents, location=""))).hex()

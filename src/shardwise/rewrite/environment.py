@@ -192,9 +192,9 @@ class Follow(NamedTuple):
     """What becomes of the state under one key: one value for all, or the same as of the parameters, or a refusal."""
 
     shared: bool = False
-    undecided: bool = False
-    """Whether its kind is not known."""
     refused: str = ""
+    alike: str = ""
+    """What refusals of one kind have in common."""
     leaning: bool = False
     """Whether only parameters with dims tell what it is. Then what comes out has to tell it too, for the way back."""
 
@@ -262,6 +262,7 @@ def undecided(name: str, *, back: bool = False) -> str:
 
 def follow(
     key: str,
+    name: str,
     parameters: tuple[Node, ...],
     states: tuple[Node, ...],
     results: tuple[Node, ...],
@@ -271,8 +272,8 @@ def follow(
 ) -> Follow:
     """Decide what becomes of the states of parameters, which become `results`.
 
-    `scalar`, `of_whole`: what `is_scalar` and `is_of_whole` say of a key; `plain`: the parameter gets another name and
-    nothing else.
+    `name`: of the first state, for messages. `scalar`, `of_whole`: what `is_scalar` and `is_of_whole` say of a key.
+    `plain`: the parameter gets another name and nothing else.
     """
     # Figure 2. What becomes of state, by shape, when `q` (4, 2) and `k` (2, 2) become `qk` (6, 2)::
     #
@@ -292,20 +293,17 @@ def follow(
     if shapes == {()}:
         one = scalar(key) if () in taken else True
         if one is None:
-            return Follow(undecided=True)
+            return Follow(refused=undecided(name), alike=f"undecided {key}")
         if one:
             return Follow(shared=True, leaning=leaning)
     # Factored state, as Adafactor's, has no element for each element of the parameter, so boxes say nothing about it.
     for parameter, state in zip(parameters, states, strict=True):
         if parameter.meta.shape != state.meta.shape:
-            shape = list(state.meta.shape)
-            return Follow(
-                refused=f"has shape {shape} and not the parameter's {list(parameter.meta.shape)}, so it can only be "
-                "renamed with it. Drop it by its name, in quotes, or leave the parameter as it is"
-            )
-    if of_whole(key):
-        return Follow(
-            refused="belongs to the parameter as a whole, so it can only be renamed with it. Drop it by its name, in "
-            "quotes, or leave the parameter as it is"
-        )
-    return Follow(leaning=leaning)
+            why = f"has shape {list(state.meta.shape)} and not the parameter's {list(parameter.meta.shape)}"
+            return _only_renamed(name, why)
+    return _only_renamed(name, "belongs to the parameter as a whole") if of_whole(key) else Follow(leaning=leaning)
+
+
+def _only_renamed(name: str, why: str) -> Follow:
+    what = "so it can only be renamed with it. Drop it by its name, in quotes, or leave the parameter as it is"
+    return Follow(refused=f"{name} {why}, {what}", alike=why)

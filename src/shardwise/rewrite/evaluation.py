@@ -447,8 +447,8 @@ class _Carrying:
         names = [state_name(name, key) for name in right]
         nodes = tuple([each.node for each in states if each.node is not None])
         plain = not self._along and transposed is None and len(left) == len(right) == 1
-        what = follow(key, tensors, nodes, made, self._evaluator.scalar, self._evaluator.of_whole, plain)
         name = states[0].name
+        what = follow(key, name, tensors, nodes, made, self._evaluator.scalar, self._evaluator.of_whole, plain)
         if what.leaning:
             doubt = StatementFinding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])
             self._evaluator.done.leaning.append((key, what.shared, doubt))
@@ -457,11 +457,8 @@ class _Carrying:
             if len(nodes) > 1:
                 self._evaluator.done.agree.append(nodes)
             self._do(expanded, states, names, nodes[:1] * len(names), None, True)
-        elif what.undecided:
-            self._refuse(undecided(name), expanded, alike=f"undecided {key}")
-            self._write_unknown(expanded, names)
         elif what.refused:
-            self._refuse(f"{name} {what.refused}", expanded, alike=what.refused)
+            self._refuse(what.refused, expanded, alike=what.alike)
             self._write_unknown(expanded, names)
         else:
             self._compute(expanded, states, names, nodes, degrees, along=True)

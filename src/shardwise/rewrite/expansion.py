@@ -449,17 +449,12 @@ class StatementTask:
         return cls(statement, (InstanceGroup(statement.operations),))
 
 
-class AppliedInstance:
+class AppliedInstance(NamedTuple):
     """An instance that was carried out."""
 
-    __slots__ = ("along", "left", "ops", "right")
-
-    def __init__(
-        self, left: tuple[Variable, ...], right: tuple[Variable, ...], ops: CompiledOps | None, along: bool
-    ) -> None:
-        self.left = left
-        self.right = right
-        self.ops = ops
-        """None: nothing but names changed; or one value without dims stands for all."""
-        self.along = along
-        """Whether this is optimizer state that went along with its parameter."""
+    left: tuple[Variable, ...]
+    right: tuple[Variable, ...]
+    ops: CompiledOps | None
+    """None: nothing but names changed; or one value without dims stands for all."""
+    along: bool
+    """Whether this is optimizer state that went along with its parameter."""
