@@ -73,7 +73,7 @@ def plan(mebibytes: list[int], ranks: list[int], num_rounds: int) -> Iterator[Ce
 def _alone(folder: Path) -> list[Outcome]:
     one = Cell(work="alone", num_bytes=64 * alone.NUM_TINY, num_ranks=1, num_savers=1, num_rounds=1, rare=True)
     many = Cell(work="alone", num_bytes=0, num_ranks=1024, num_savers=1024, num_rounds=3, rare=True)
-    return [alone.measure_tiny(one, folder), alone.measure_planning(many)]
+    return [alone.measure_tiny(one, folder), alone.measure_planning(many), alone.measure_contents(many)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,9 +1,11 @@
-"""What needs no second rank: planning for a thousand ranks, and a state of very many tiny tensors."""
+"""What needs no second rank: contents and plans for a thousand ranks, and a state of very many tiny tensors."""
 
 import gc
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,14 +14,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from benchmarks.checkpoint.outcome import Cell, Outcome
-from shardwise.checkpoint.contents import BLOCK_BYTES, StoredPiece
+from shardwise.checkpoint.contents import BLOCK_BYTES, Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.plan import Parameter, Sharding, plan_ownership
 from shardwise.space import Piece
 
-__all__ = ["PLANNING", "measure_planning", "measure_tiny"]
+__all__ = ["CONTENTS", "PLANNING", "measure_contents", "measure_planning", "measure_tiny"]
 
 PLANNING = "plan one rank's reads"
+CONTENTS = "understand contents of a million pieces"
 NUM_TINY = 100_000
 
 
@@ -41,6 +45,35 @@ def measure_planning(cell: Cell, *, num_tensors: int = 10_000) -> Outcome:
                 plan.transfers(span, needer)
         seconds.append(time.process_time() - begun)
     outcome.seconds[PLANNING] = {"ours": seconds}
+    return outcome
+
+
+def measure_contents(cell: Cell, *, num_tensors: int = 1000) -> Outcome:
+    """Processor seconds in which one rank understands what another has told it of tensors that all ranks have saved."""
+    files = [f"rank{rank:05d}" for rank in range(cell.num_savers)]
+    tensors = {}
+    for at in range(num_tensors):
+        whole = Piece(name=f"layers.{at}", dtype="bfloat16", global_shape=(4 * cell.num_savers, 4096))
+        pieces = [
+            StoredPiece(
+                piece=replace(whole, offset=(4 * rank, 0), shape=(4, 4096)),
+                file=file,
+                start=4096 + at * BLOCK_BYTES,
+                checksums=os.urandom(8),
+            )
+            for rank, file in enumerate(files)
+        ]
+        tensors[whole.name] = StoredTensor(name=whole.name, dtype=whole.dtype, shape=whole.global_shape, pieces=pieces)
+    sizes = dict.fromkeys(files, 4096 + num_tensors * BLOCK_BYTES)
+    packed = pack_contents(Contents(format="shardwise", location="", tensors=tensors, file_sizes=sizes))
+    outcome = Outcome(cell=cell)
+    outcome.peaks[CONTENTS] = {"ours": len(packed)}
+    seconds = outcome.seconds[CONTENTS] = {"ours": []}
+    for _ in range(cell.num_rounds):
+        gc.collect()
+        begun = time.process_time()
+        unpack_contents(packed)
+        seconds["ours"].append(time.process_time() - begun)
     return outcome
 
 

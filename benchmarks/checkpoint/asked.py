@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.checkpoint import jobs
-from benchmarks.checkpoint.alone import PLANNING
+from benchmarks.checkpoint.alone import CONTENTS, PLANNING
 from benchmarks.checkpoint.asynchronous import FIRST, JOB
 from benchmarks.checkpoint.outcome import Outcome
 
@@ -60,6 +60,8 @@ LOAD_PEAK = Bound(limit=64, unit=" MiB")
 SAVE_PEAK = Bound(limit=BUFFERS, unit=" MiB")
 BLOCKING = Bound(limit=1.2)
 PLAN = Bound(limit=10, unit=" s")
+TOLD = Bound(limit=2, unit=" s")
+TOLD_PEAK = Bound(limit=38, unit=" MiB")
 
 
 def findings(outcome: Outcome) -> list[Finding]:
@@ -79,6 +81,8 @@ def _times(outcome: Outcome) -> Iterator[Finding]:
                 yield Finding(what=what, bound=bound, values=values)
         if job == PLANNING:
             yield Finding(what=job, bound=PLAN, values=seconds["ours"])
+        if job == CONTENTS:
+            yield Finding(what=job, bound=TOLD, values=seconds["ours"])
 
 
 def _pairs(job: str) -> list[tuple[str, str, Bound]]:
@@ -120,6 +124,7 @@ def _peaks(outcome: Outcome) -> Iterator[Finding]:
     for job, sides in outcome.peaks.items():
         for name, num_bytes in sides.items():
             if name.startswith("ours"):
-                bound = LOAD_PEAK if job.startswith("load") else SAVE_PEAK
-                what = f"{job}: {name}: peak memory" + (" beside the snapshot" if job == JOB else "")
+                bound = LOAD_PEAK if job.startswith("load") else TOLD_PEAK if job == CONTENTS else SAVE_PEAK
+                what = f"{job}: {name}: " + ("bytes" if job == CONTENTS else "peak memory")
+                what += " beside the snapshot" if job == JOB else ""
                 yield Finding(what=what, bound=bound, values=[num_bytes / MEBIBYTE])

@@ -23,7 +23,6 @@ import torch
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import AsyncSaver, LocalStore, ObjectStore, convert, whole_folders
-from shardwise.checkpoint.destinations import FolderTarget
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
@@ -238,7 +237,7 @@ def test_a_torn_save_alone_is_no_checkpoint_and_is_named(before: Path, tmp_path:
 # Folders of other formats, which are there as a whole or not at all.
 
 
-def _killed(source: Path, target: Path, n: int, mode: Mode, to: FolderTarget) -> None:
+def _killed(source: Path, target: Path, n: int, mode: Mode, to: str) -> None:
     """A conversion that is killed at its n-th operation on the folder that it makes."""
 
     class Dying(LocalStore):
@@ -269,7 +268,7 @@ def _is_no_checkpoint(path: Path, moved: Path) -> bool:
 
 @pytest.mark.parametrize(("to", "mode"), [("hf", "half"), ("dcp", "before"), ("deepspeed-universal", "before")])
 def test_sigkill_at_any_operation_leaves_no_folder_or_a_whole_one(
-    tmp_path: Path, to: FolderTarget, mode: Mode, before: Path
+    tmp_path: Path, to: str, mode: Mode, before: Path
 ) -> None:
     parent = tmp_path / "into"
     target = parent / "model"
@@ -298,7 +297,7 @@ def in_objects(service: obstore.store.MemoryStore) -> ObjectStore:
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torchtitan", "deepspeed-universal"])
 def test_a_conversion_to_an_object_store_that_dies_or_fails_leaves_no_checkpoint_or_a_whole_one(
-    to: FolderTarget, before: Path
+    to: str, before: Path
 ) -> None:
     seen = set()
     for n in range(1, 400):

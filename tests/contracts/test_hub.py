@@ -18,7 +18,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import convert
 from shardwise.checkpoint.hub import HubStore
 from shardwise.errors import CheckpointError
-from tests.contracts.store_cases import content, read
+from shardwise.testing.stores import content, read
 
 OLD, NEW = "0" * 40, "1" * 40
 

@@ -12,8 +12,8 @@ from shardwise import checkpoint
 from shardwise.checkpoint import ObjectStore
 from shardwise.checkpoint.stores import store_of
 from shardwise.errors import CheckpointError
+from shardwise.testing.stores import CASES, Case, content, put, read
 from tests.contracts.s3_service import BUCKET, S3Service
-from tests.contracts.store_cases import CASES, Case, content, put, read
 
 
 @pytest.fixture(scope="module")

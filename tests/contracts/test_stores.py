@@ -26,8 +26,8 @@ from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.stores import Store, store_of
 from shardwise.errors import CheckpointError
 from shardwise.keepers.keeper_host import OwnKeeper, socket_name
+from shardwise.testing.stores import CASES, Case, content, put, read
 from tests.contracts.object_file_system import ObjectFileSystem
-from tests.contracts.store_cases import CASES, Case, content, put, read
 
 SOURCE = Path(shardwise.__file__).parent
 

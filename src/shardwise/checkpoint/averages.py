@@ -15,13 +15,14 @@ from typing import Final, Literal, get_args
 
 import torch
 
+from shardwise.checkpoint.comparison import compared
 from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
 from shardwise.checkpoint.destinations import Progress
-from shardwise.checkpoint.huggingface_files import ConfigPath, as_extra
+from shardwise.checkpoint.model_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import OutputReader, Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.reading import GrowingBuffer
+from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, store_of
@@ -271,13 +272,12 @@ class _AveragedOutputs(Outputs):
 
     def reader(
         self,
-        store: Store,
-        batch: GrowingBuffer | None = None,
+        files: DataFiles,
         window: GrowingBuffer | None = None,
         digests: PassingDigests | None = None,
     ) -> OutputReader:
         """A reader of means; it reads all checkpoints one after the other. Averages have no certificates."""
-        return _MeanReader(self, batch or GrowingBuffer(), window or GrowingBuffer(WINDOW_BYTES))
+        return _MeanReader(self, files, window or GrowingBuffer(WINDOW_BYTES))
 
     def compare(self, from_first: Collection[str]) -> tuple[str, ...]:
         """Compare what is not averaged. Returns the names of what differs and may.
@@ -314,27 +314,20 @@ class _AveragedOutputs(Outputs):
             raise CheckpointError(*findings, advice, about="these checkpoints cannot be averaged")
         return tuple(differing)
 
-    def _unequal(self, tensors: Mapping[str, StoredTensor], at: int) -> dict[str, None]:
-        readers = self.sides[0].reader(self.stores[0]), self.sides[at].reader(self.stores[at])
-        found: dict[str, None] = {}
-        for window in self.windows([each.whole for each in tensors.values()]):
-            ours = readers[0].read(window)
-            theirs = readers[1].read([_in(self.sides[at], piece) for piece in window])
-            for piece, mine, yours in zip(window, ours, theirs, strict=True):
-                if not torch.equal(mine.view(torch.uint8), yours.view(torch.uint8)):
-                    found[piece.name] = None
-        return found
+    def _unequal(self, tensors: Mapping[str, StoredTensor], at: int) -> list[str]:
+        readers = self.sides[0].reader(DataFiles(self.stores[0])), self.sides[at].reader(DataFiles(self.stores[at]))
+        pairs = [(each.whole, _in(self.sides[at], each.whole)) for each in tensors.values()]
+        return [pairs[number][0].name for number in compared(pairs, readers[0].read, readers[1].read)]
 
 
 class _MeanReader:
     """Reads pieces of averages into its own buffer, which each call takes over from the one before."""
 
-    def __init__(self, outputs: _AveragedOutputs, batch: GrowingBuffer, window: GrowingBuffer) -> None:
+    def __init__(self, outputs: _AveragedOutputs, files: DataFiles, window: GrowingBuffer) -> None:
         self._outputs = outputs
-        # One window for all sources: each is added before the next is read.
-        self._readers = [
-            side.reader(store, batch, window) for side, store in zip(outputs.sides, outputs.stores, strict=True)
-        ]
+        # One window for all sources, and one batch: each is added before the next is read.
+        others = (DataFiles(store, files.buffers[0]) for store in outputs.stores[1:])
+        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, (files, *others), strict=True)]
         self._buffer = GrowingBuffer(WINDOW_BYTES)
 
     @property

@@ -24,7 +24,7 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign import format_of
+from shardwise.checkpoint.formats.registry import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
 from shardwise.checkpoint.safetensors_files import DataFile

@@ -13,16 +13,16 @@ import torch
 
 from shardwise.checkpoint.blocks import num_blocks
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign import recognise
-from shardwise.checkpoint.foreign.archive_sums import check_archives, has_archives
+from shardwise.checkpoint.formats.registry import recognise
+from shardwise.checkpoint.formats.torch_files.archive_sums import check_archives, has_archives
 from shardwise.checkpoint.manifest import MANIFEST, unpacked
 from shardwise.checkpoint.read_plan import BlockSpan, missing, plan_reads
-from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
-from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
+from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
+from shardwise.checkpoint.reading import BatchReader, DataFiles, batches_of, check_files
 from shardwise.checkpoint.saves import folder_of, list_saves, read_save, select, strays
 from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
 from shardwise.checkpoint.stores import Address, OpenFile, Store, is_value, store_of
-from shardwise.checkpoint.windows import ReadTarget, is_in_strips
+from shardwise.checkpoint.windows import BATCH_BYTES, ReadTarget
 from shardwise.comm import Channel, alone
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, PlanError, few_of
@@ -100,17 +100,15 @@ class Catalogue:
 
     def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
         targets = [ReadTarget(piece, result, (piece.dtype,))]
-        plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=self.contents.block_bytes, readers={0})
-        verify = verify and self.contents.verifiable
-        thin, max_bytes = is_in_strips(stored.pieces, [piece])
-        # A block is read as a whole to be verified. Without that just the bytes of the part are, unless these are in so
-        # many strips that it takes longer.
-        if not verify and not (thin and plan.read_bytes <= max_bytes):
-            read_exactly(self._channel, self._store, stored.pieces, targets)
-            return
-        read_in_rounds(
-            self._channel, self._store, self.contents, stored.pieces, plan, targets, verify=verify, twice=False
-        )
+        contents, channel = self.contents, self._channel
+        plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=contents.block_bytes, readers={0})
+        verify = verify and contents.verifiable
+        with DataFiles(self._store) as files:
+            rounds = ReadRounds(
+                channel, files, contents, stored.pieces, plan, targets, verify=verify, may_read_exactly=not verify
+            )
+            agree_on_rounds(channel, [rounds], [], about=contents.location)
+            rounds.fill(twice=False)
 
     def _stored(self, name: str) -> StoredTensor:
         found = self.tensors.get(name) or self.tensors.get(self.contents.aliases.get(name, name))
@@ -150,9 +148,6 @@ def _piece_at(stored: StoredTensor, index: Index | None) -> Piece:
         return replace(whole, offset=index.offset, shape=index.shape)
     except PlanError as error:
         raise CheckpointError(str(error)) from error
-
-
-_BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +235,8 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
     """The report on one save, without notes on its folder. Raises CheckpointError when it was removed meanwhile."""
     stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
     # Files that are missing or truncated are one finding each, not one for every block in them.
-    sound, findings = _sound_files(store, contents)
+    files = DataFiles(store)
+    sound, findings = _sound_files(files, contents)
     # The table may be whole and wrong: pieces that overlap, or leave elements out, are found here.
     findings += check_cover(piece.piece for piece in stored)
     # check_cover sees pieces only, and so no tensor that has none.
@@ -251,14 +247,14 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
         if tensor.name not in held and tensor.num_bytes
     ]
     # Numbers of pickles are stored in names, and were verified with the pickles.
-    files = {name for name in sound if not is_value(name)}
-    archives = set() if contents.verifiable else {name for name in files if _is_archive(store, name)}
-    others = [piece for piece in stored if piece.file in files - archives]
+    named = {name for name in sound if not is_value(name)}
+    archives = set() if contents.verifiable else {name for name in named if _is_archive(store, name)}
+    others = [piece for piece in stored if piece.file in named - archives]
     num_bytes = {True: 0, False: 0}
     unverified = set() if contents.verifiable else {piece.file for piece in others}
     for more, read_bytes, has_sum, name in chain(
         chain.from_iterable(_archive_damage(store, contents, name) for name in sorted(archives)),
-        ((*each, contents.verifiable, "") for each in _damage(store, contents, others)),
+        ((*each, contents.verifiable, "") for each in _damage(files, contents, others)),
     ):
         findings += more
         num_bytes[has_sum] += read_bytes
@@ -280,12 +276,12 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
     )
 
 
-def _sound_files(store: Store, contents: Contents) -> tuple[set[str], list[str]]:
+def _sound_files(files: DataFiles, contents: Contents) -> tuple[set[str], list[str]]:
     """Files that are there with the size that they should have; and what is wrong with the others, or with headers."""
     sound: set[str] = set()
     findings = []
-    for name in contents.file_sizes:
-        has_its_size, more = check_file(store, contents, name, head=True)
+    names = contents.file_sizes
+    for name, has_its_size, more in check_files(files, contents, names, heads=names):
         if has_its_size:
             sound.add(name)
             findings += more
@@ -331,25 +327,23 @@ def _archive_damage(store: Store, contents: Contents, name: str) -> Iterator[tup
         yield [f"{place} is damaged: {each.removeprefix(f'{place} ')}" for each in error.problems], 0, True, name
 
 
-def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:
+def _damage(files: DataFiles, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:
     """Batch by batch: damage that was found, and the bytes that were read."""
     size = contents.block_bytes
     # In the order of the bytes: a disk, and the kernel that reads ahead, are fastest so.
     stored = sorted(stored, key=lambda piece: (piece.file, piece.start))
     spans = [BlockSpan(ordinal, 0, num_blocks(piece.num_bytes, size)) for ordinal, piece in enumerate(stored)]
-    reader = BatchReader(store, contents, stored, verify=True)
-    try:
-        for batch in batches_of(spans, stored, block_bytes=size, max_bytes=_BATCH_BYTES):
+    batches = batches_of(spans, stored, block_bytes=size, max_bytes=BATCH_BYTES)
+    with BatchReader(files, contents, stored, verify=True) as reader:
+        for begun in reader.ahead((batch, None) for batch in batches):
             before = reader.read_bytes
             try:
-                reader.read(batch)
+                reader.finish(begun)
             except CheckpointError as error:
                 # Goes on: a verification finds all damage, not the first.
                 yield list(error.problems), 0
             else:
                 yield [], reader.read_bytes - before
-    finally:
-        reader.close()
 
 
 def _notes(store: Store) -> Iterator[str]:

@@ -9,22 +9,24 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, StoredPiece, model_name_of_master
+from shardwise.checkpoint.comparison import joined_numbers
+from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match, prefix_hint
+from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
 from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
-from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
-from shardwise.checkpoint.read_rounds import ReadTraffic, read_exactly, read_in_rounds
-from shardwise.checkpoint.reading import check_file
-from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
+from shardwise.checkpoint.read_plan import missing, plan_reads
+from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
+from shardwise.checkpoint.reading import DataFiles, check_files
+from shardwise.checkpoint.rewrite_agreement import Located, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
-from shardwise.checkpoint.state_pieces import Held, check_targets, gather_findings, hold
+from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import (
     CURSOR_KEY,
     Numbering,
@@ -36,12 +38,12 @@ from shardwise.checkpoint.states import (
     positioned,
     wrong_rewrite,
 )
-from shardwise.checkpoint.stores import Address, Store
-from shardwise.checkpoint.windows import ReadTarget, is_in_strips
+from shardwise.checkpoint.stores import Address
+from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
+from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
 from shardwise.comm.processes import channel_of, given_or_default
-from shardwise.errors import CheckpointError, DataError, MismatchError
+from shardwise.errors import CheckpointError, DataError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
@@ -166,7 +168,6 @@ def load(
     """
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel or channel_of(state), "a load") as used:
-        _agree_on_options(used, options, step, data)
         return _loaded(used, path, state, options, step, data, lambda contents: contents)
 
 
@@ -193,7 +194,8 @@ def _loaded(
     see: Callable[[Contents], Contents],
 ) -> Loaded:
     for attempt in range(1, ATTEMPTS + 1):
-        source = agree_on_source(used, path, step=step, shared=options.shared)
+        given = partial(_in_words, options, step, data)
+        source = agree_on_source(used, path, step=step, shared=options.shared, options=given)
         source = replace(source, contents=see(source.contents))
         try:
             # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
@@ -238,8 +240,8 @@ def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], sour
     return cursor
 
 
-def _agree_on_options(channel: Channel, options: _Options, step: int | None, data: SomeData | None) -> None:
-    """Raise CheckpointError for options that cannot be, and MismatchError, on all ranks, where ranks give different."""
+def _in_words(options: _Options, step: int | None, data: SomeData | None) -> str:
+    """What a call of `load` asks for, the same on all ranks. Raises CheckpointError for options that cannot be."""
     flags: dict[str, object] = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
     problems = [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
     if type(options.verify) is not bool and options.verify != "first":
@@ -247,19 +249,11 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None, dat
     if step is not None and type(step) is not int:
         problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
     problems += wrong_rewrite(options.rewrite)
+    if problems:
+        raise CheckpointError(*problems)
     flags["rewrite"] = None if options.rewrite is None else str(options.rewrite)
     given = f"step={step!r}, verify={options.verify!r}, " + ", ".join(f"{name}={flags[name]!r}" for name in flags)
-    given += "" if data is None else ", and data"
-    with agreed(channel, purpose="options of a load") as agreement:
-        if problems:
-            raise CheckpointError(*problems)
-        agreement.value = given.encode()
-    texts = agreement.values
-    if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
-        one, other = (each.decode(errors="replace") for each in (texts[0], texts[different[0]]))
-        raise MismatchError(
-            f"rank {different[0]} loads with {other}, but rank 0 with {one}; make the same call on all ranks"
-        )
+    return given + ("" if data is None else ", and data")
 
 
 def _was_removed(channel: Channel, source: Source) -> bool:
@@ -284,26 +278,40 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     ]
     # Each rank looks at what it wants itself; together they have looked at all that is read.
     findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], contents)]
-    if channel.rank in readers:
-        # Each file is looked at by the ranks that read from it, and by one more: a thousand ranks would otherwise open
-        # a thousand files each.
-        files = sorted({piece.file for pieces in stored for piece in pieces})
-        dealt = files[sorted(readers).index(channel.rank) :: len(readers)]
-        read = {name for plan in plans for name in plan.files(read_for_others=verify or not options.shared)}
-        for name in sorted(read.union(dealt)):
-            findings += check_file(store, contents, name, head=verify and name in dealt)[1]
-    if findings := gather_findings(channel, findings, purpose="findings on the files"):
-        raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
-    compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
-    # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-    compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
-    with torch.no_grad():
-        traffics = [
-            _fill(channel, source, *each, options, verify=verify) for each in zip(rounds, stored, plans, strict=True)
+    may_read_exactly = options.shared and not verify
+    with DataFiles(store) as files:
+        if channel.rank in readers:
+            # Each file is looked at by the ranks that read from it, and by one more: a thousand ranks would otherwise
+            # open a thousand files each.
+            names = sorted({piece.file for pieces in stored for piece in pieces})
+            dealt = names[sorted(readers).index(channel.rank) :: len(readers)]
+            read = {name for plan in plans for name in plan.files(read_for_others=not may_read_exactly)}
+            heads = dealt if verify else ()
+            for *_, found_here in check_files(files, contents, sorted(read.union(dealt)), heads=heads):
+                findings += found_here
+        reading = [
+            ReadRounds(
+                channel,
+                files,
+                contents,
+                pieces,
+                plan,
+                each.targets,
+                verify=verify,
+                may_read_exactly=may_read_exactly,
+            )
+            for each, pieces, plan in zip(rounds, stored, plans, strict=True)
         ]
-        # After the reads: damage leaves the target as it was, where it does.
-        for each in located.padding:
-            each.fill()
+        agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
+        # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
+        pairs = [] if view is None else [joined_numbers(files, view, view.checked.agree)]
+        pairs.append(twin_pairs(files, contents, view, found.twins))
+        compared_bytes = sum([each.compare(channel, readers) for each in pairs])
+        with torch.no_grad():
+            traffics = [each.fill(twice=options.verify == "first") for each in reading]
+            # After the reads: damage leaves the target as it was, where it does.
+            for each in located.padding:
+                each.fill()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
@@ -320,26 +328,6 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         notes=(*found.notes, *(target.restoration.notes if target.restoration else ())),
     )
     return target.restoration, report
-
-
-def _fill(
-    channel: Channel,
-    source: Source,
-    located: Located,
-    stored: Sequence[StoredPiece],
-    plan: ReadPlan,
-    options: _Options,
-    *,
-    verify: bool,
-) -> ReadTraffic:
-    """Read what ranks want. All ranks call it together."""
-    store, contents, sources = source.store, source.contents, located.sources
-    # Without checksums there is no reason to read whole blocks: every rank reads its own bytes, and nothing is sent.
-    # Strips of some KiB are an exception, because each costs a call.
-    if options.shared and not verify and not _in_strips(channel, store, stored, sources[channel.rank], plan):
-        return read_exactly(channel, store, stored, located.targets)
-    twice = options.verify == "first"
-    return read_in_rounds(channel, store, contents, stored, plan, located.targets, verify=verify, twice=twice)
 
 
 def _locate(
@@ -364,24 +352,6 @@ def _as_stored(piece: Piece, found: Match) -> Piece:
     """A wanted piece under the name of the stored tensor that has its elements."""
     name = found.source[WantedTensor.of(piece)]
     return piece if piece.name == name else replace(piece, name=name)
-
-
-def _in_strips(
-    channel: Channel, store: Store, stored: Sequence[StoredPiece], wanted: Sequence[Piece], plan: ReadPlan
-) -> bool:
-    """Whether ranks want strips so thin that to read whole blocks for each other is faster than each strip alone.
-
-    That is done only where no rank reads noticeably more than it needs, or as much as takes longer than the strips.
-    """
-    thin, max_bytes = is_in_strips(stored, wanted)
-    # Over a network blocks are read side by side, ranges one after the other.
-    thin = thin or store.parallel_reads > 1
-    exact = plan.read_bytes <= max_bytes
-    # All decide alike: otherwise some would wait for rounds that others do not make.
-    purpose = "which ranks read thin strips"
-    answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose=purpose)
-    thin_of, exact_of = zip(*understood(answers, json_as(tuple[bool, bool]), purpose=purpose), strict=True)
-    return any(thin_of) and all(exact_of)
 
 
 _facts_in = json_as(tuple[dict[str, str], list[str]])
@@ -429,7 +399,7 @@ def _settle(
             f"{each}; allow it with cast=True, or keep the saved dtypes (precision.master)" for each in found.casts
         ]
     if not options.strict:
-        found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
+        found.unexpected.extend(untied(name, twin, "lie apart") for name, twin in found.twins)
         found.twins.clear()
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]

@@ -15,19 +15,27 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cache
+from itertools import chain, groupby
 
 import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan
-from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
+from shardwise.checkpoint.reading import (
+    Batch,
+    BatchReader,
+    BegunRead,
+    DataFiles,
+    batches_of,
+    buffer_bytes,
+    elements_of,
+)
 from shardwise.checkpoint.safetensors_files import plain_bytes
-from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import ReadTarget, fill_exactly
+from shardwise.checkpoint.windows import ReadTarget, fill_exactly, is_in_strips
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, agreed, understood
+from shardwise.comm.agreement import a_list, agreed, json_as, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.copies import parts_of
@@ -65,126 +73,175 @@ class ReadTraffic:
     """Whether ranks took what they needed out of the memory of those that had read it, without messages."""
 
 
-def read_in_rounds(
-    channel: Channel,
-    store: Store,
-    contents: Contents,
-    stored: Sequence[StoredPiece],
-    plan: ReadPlan,
-    targets: Sequence[ReadTarget],
-    *,
-    verify: bool,
-    twice: bool,
-) -> ReadTraffic:
-    """Fill this rank's `targets`, one for each piece that the plan has as wanted here.
+class ReadRounds:
+    """This rank's part in filling the targets of all ranks. All make the same calls, and first `agree_on_rounds`.
 
-    In each round every rank reads a batch, all agree that theirs is good, and only then it is used. With `twice` all
-    rounds are read and verified before the first is used.
-    Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
+    In each round every rank reads a batch, all agree that theirs is good, and only then it is used.
     """
-    handover = _Handover(channel, contents.block_bytes, stored, plan, targets)
-    rounds = _Rounds(channel, plan, stored, contents.block_bytes, handover, store.parallel_reads)
-    reader = BatchReader(store, contents, stored, verify=verify)
-    buffers = _Buffers(channel, rounds.num_bytes)
-    number = 0
-    try:
-        # The first time nothing is used: with verify="first" the target is touched only once everything has been
-        # verified.
-        for dry in (True, False) if twice else (False,):
-            for turn, batch in enumerate(rounds.handed):
-                # Counted over both passes: the half that this rank writes now is never the one that others may still
-                # read.
-                own = buffers.own(number)
-                read, by_rank = _agreed(channel, reader, batch, own, is_late=not dry and turn > 0)
-                if not dry:
-                    handover.use(read, by_rank, buffers.of_all(number))
-                number += 1
-            for batches in rounds.own:
-                _read_for_itself(channel, reader, batches, None if dry else handover, is_late=not dry)
-    finally:
-        reader.close()
-    return ReadTraffic(read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place)
-
-
-_OwnBatch = tuple[list[BlockSpan], torch.Tensor | None]
-"""Spans that are read together, and for a single one maybe the memory of the target that takes its bytes."""
-
-
-class _Rounds:
-    """What this rank reads when: as many rounds on every rank, though some of them are empty."""
 
     handed: list[list[BlockSpan]]
     """Batches that all ranks read in step, because others need something of them."""
-    own: list[list[_OwnBatch]]
+    own: list[list[Batch]]
     """Then batches that no other rank needs, in groups; ranks wait for each other between groups."""
-    num_bytes: int
-    """Bytes of the largest batch of any rank that others may look into."""
 
     def __init__(
         self,
         channel: Channel,
-        plan: ReadPlan,
+        files: DataFiles,
+        contents: Contents,
         stored: Sequence[StoredPiece],
-        block_bytes: int,
-        handover: "_Handover",
-        num_parallel: int,
+        plan: ReadPlan,
+        targets: Sequence[ReadTarget],
+        *,
+        verify: bool,
+        may_read_exactly: bool,
     ) -> None:
-        # So that as many reads are under way.
-        own_bytes, in_place_bytes = OWN_BYTES * num_parallel, IN_PLACE_BYTES * num_parallel
+        """targets: one for each piece that the plan has as wanted here.
 
-        def cut(spans: Sequence[BlockSpan], max_bytes: int) -> list[list[BlockSpan]]:
-            return batches_of(spans, stored, block_bytes=block_bytes, max_bytes=max_bytes)
-
-        def largest(batches: Sequence[Sequence[BlockSpan]]) -> int:
-            return max((buffer_bytes(batch, stored, block_bytes=block_bytes) for batch in batches), default=0)
-
+        may_read_exactly: whether a rank may read just the bytes that it needs, and none for others.
+        """
+        self._channel, self._files, self._contents = channel, files, contents
+        self._stored, self._plan, self._targets = stored, plan, targets
+        self._verify = verify
+        self._handover = _Handover(channel, contents.block_bytes, stored, plan, targets)
         # What is small is read as one batch: then every rank knows that all of it is good before its target changes.
-        at_once = cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
-        self.handed = cut(plan.handed_reads, ROUND_BYTES)
-        batches: list[_OwnBatch] = []
+        self._at_once = self._cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
+        self.handed = self._cut(plan.handed_reads, ROUND_BYTES)
+        batches = list(self._own_batches())
+        self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
+        self._is_exact = False
+        self._num_bytes = 0
+        """Bytes of the largest batch of any rank that others may look into."""
+        counts = [len(self._at_once), self._largest(self._at_once), len(self.handed), self._largest(self.handed)]
+        # Without checksums there is no reason to read whole blocks, and nothing has to be sent. Strips of some KiB are
+        # an exception, because each costs a call: all read blocks then, unless one would read noticeably more than it
+        # needs, or as much as takes longer than the strips.
+        prefers_blocks = is_cheap = True
+        if may_read_exactly:
+            thin, max_bytes = is_in_strips(stored, [each.source for each in targets])
+            # Over a network blocks are read side by side, ranges one after the other.
+            prefers_blocks, is_cheap = thin or files.num_ahead > 0, plan.read_bytes <= max_bytes
+        self.needs = (*counts, len(self.own), prefers_blocks, is_cheap, _digest(stored))
+        """What the other ranks have to know."""
+
+    def settle(self, needs: Sequence[Sequence[int]]) -> None:
+        """Make as many rounds as others. needs: all numbers that ranks need."""
+        # All ranks have to make the same number of exchanges, and their buffers have one size, so that each can view
+        # the others'. The largest number of any rank: the others take part in the last rounds with nothing.
+        counts = [max(column) for column in zip(*needs, strict=True)]
+        self._is_exact = not (counts[5] and all(each[6] for each in needs))
+        # One round for all, or for none: a rank that used its only batch at once would have changed its target when
+        # another one finds damage in its second.
+        if counts[0] <= 1:
+            self.handed, self.own, self._num_bytes = self._at_once, [], counts[1]
+            num_handed, num_own = counts[0], 0
+        else:
+            self._num_bytes, num_handed, num_own = counts[3], counts[2], counts[4]
+        self.handed += [[] for _ in range(num_handed - len(self.handed))]
+        self.own += [[] for _ in range(num_own - len(self.own))]
+
+    def fill(self, *, twice: bool) -> ReadTraffic:
+        """Fill the targets. With `twice` all rounds are read and verified before the first is used.
+
+        Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
+        """
+        if self._is_exact:
+            with agreed(self._channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
+                read_bytes = fill_exactly(self._files, self._stored, self._targets)
+            return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
+        handover, buffers = self._handover, _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0)
+        number = 0
+        with BatchReader(self._files, self._contents, self._stored, verify=self._verify) as reader:
+            # The first time nothing is used: with verify="first" the target is touched only once everything has been
+            # verified.
+            for dry in (True, False) if twice else (False,):
+                begun = reader.begin(self.handed[0], buffers.own(number)) if self.handed else None
+                for turn in range(len(self.handed)):
+                    assert begun is not None
+                    read, by_rank = self._agreed(reader, begun, is_late=not dry and turn > 0)
+                    # Counted over both passes: the half that this rank writes now is never the one that others may
+                    # still read.
+                    if turn + 1 < len(self.handed):
+                        begun = reader.begin(self.handed[turn + 1], buffers.own(number + 1))
+                    if not dry:
+                        handover.use(read, by_rank, buffers.of_all(number))
+                    number += 1
+                for batches in self.own:
+                    self._read_for_itself(reader, batches, dry=dry)
+        return ReadTraffic(
+            read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place
+        )
+
+    def _cut(self, spans: Sequence[BlockSpan], max_bytes: int) -> list[list[BlockSpan]]:
+        return batches_of(spans, self._stored, block_bytes=self._contents.block_bytes, max_bytes=max_bytes)
+
+    def _largest(self, batches: Sequence[Sequence[BlockSpan]]) -> int:
+        size = self._contents.block_bytes
+        return max((buffer_bytes(batch, self._stored, block_bytes=size) for batch in batches), default=0)
+
+    def _own_batches(self) -> Iterator[Batch]:
+        """What this rank reads for itself alone."""
+        # At hand in parts that stay in the cache. From afar in fewer, each of which is a request.
+        own_bytes = IN_PLACE_BYTES if self._files.num_ahead else OWN_BYTES
         # A large span may be read straight into its tensor. Small ones would each cost a call, so that they are read
         # together and copied.
-        for is_large, spans in groupby(plan.own_reads, lambda span: largest([[span]]) >= OWN_BYTES):
-            # Small tensors together, in as few reads as possible; they are copied out of the cache.
+        for is_large, spans in groupby(self._plan.own_reads, lambda span: self._largest([[span]]) >= own_bytes):
             if not is_large:
-                batches += [(batch, None) for batch in cut(list(spans), own_bytes)]
+                yield from ((batch, None) for batch in self._cut(list(spans), own_bytes))
                 continue
             for span in spans:
-                for batch in cut([span], in_place_bytes):
-                    memory = handover.memory_of(batch[0])
-                    # What has to be copied afterwards is read in parts that stay in the cache.
-                    pieces = cut(batch, own_bytes) if memory is None else [batch]
-                    batches += [(each, memory) for each in pieces]
-        step = max(1, OWN_BATCHES // num_parallel)
-        self.own = [batches[start : start + step] for start in range(0, len(batches), step)]
-        # All ranks have to make the same number of exchanges, and their buffers have one size, so that each can view
-        # the others'.
-        own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
-        answers = channel.exchange(json.dumps([own, _digest(stored)]).encode(), purpose="number of rounds")
-        counts_of, digests = zip(*understood(answers, _counts_in, purpose="number of rounds"), strict=True)
+                for batch in self._cut([span], 2 * own_bytes if self._files.num_ahead else IN_PLACE_BYTES):
+                    memory = self._handover.memory_of(batch[0])
+                    parts = self._cut(batch, own_bytes) if memory is None else [batch]
+                    yield from ((each, memory) for each in parts)
+
+    def _agreed(
+        self, reader: BatchReader, begun: BegunRead, *, is_late: bool
+    ) -> tuple[dict[BlockSpan, torch.Tensor], list[list[BlockSpan]]]:
+        """What this rank has read, and which spans each rank has. Raises the same error on all if one could not."""
+        purpose = "verdict on blocks that were read"
+        with agreed(self._channel, purpose=purpose) as agreement, _naming_damage(is_late=is_late):
+            read = reader.finish(begun)
+            # The spans go with the verdict: who reads what is planned, but how it is cut into batches is each rank's
+            # own affair, and this tells it without a message more.
+            spans = [(each.ordinal, each.first_block, each.last_block) for each in begun.batch[0]]
+            agreement.value = json.dumps(spans, separators=(",", ":")).encode()
+        return read, understood(agreement.values, _spans_in, purpose=purpose)
+
+    def _read_for_itself(self, reader: BatchReader, batches: Sequence[Batch], *, dry: bool) -> None:
+        """Read, verify and use batches that no other rank needs; raises the same error on all if one could not."""
+        purpose = "verdict on blocks that each rank read for itself"
+        with agreed(self._channel, purpose=purpose), _naming_damage(is_late=not dry):
+            # Bytes that lie in the target as they do in the file need no copy: they are verified where they are wanted.
+            for begun in reader.ahead((spans, None if dry else memory) for spans, memory in batches):
+                read = reader.finish(begun)
+                if not dry:
+                    self._handover.take(read)
+
+
+def agree_on_rounds(channel: Channel, rounds: Sequence[ReadRounds], findings: Sequence[str], *, about: str) -> None:
+    """Let all ranks make the same rounds. They are in the order in which they are carried out.
+
+    Raises CheckpointError, the same on all ranks, with the findings of all.
+    """
+    purpose = "findings on the files, and rounds"
+    mine = [list(findings), [each.needs for each in rounds]]
+    answers = channel.exchange(json.dumps(mine).encode(), purpose=purpose)
+    findings_of, needs_of = zip(*understood(answers, cache(json_as(_SAID)), purpose=purpose), strict=True)
+    if found := list(dict.fromkeys(chain.from_iterable(findings_of))):
+        raise CheckpointError(*found, about=about)
+    for each, needs in zip(rounds, zip(*needs_of, strict=True), strict=True):
         # Spans name a stored piece by its position. The exchange is made anyway, and the digest in it is cheap.
-        if len(set(digests)) > 1:
+        if len({digest for *_, digest in needs}) > 1:
             raise MismatchError(
                 "ranks have not found the same stored pieces in the same order, and would mix up the pieces that "
                 "they read; nothing was changed. This is a fault of shardwise: please report it"
             )
-        # The largest number of any rank: the others take part in the last rounds with nothing.
-        counts = [max(column) for column in zip(*counts_of, strict=True)]
-        # One round for all, or for none: a rank that used its only batch at once would have changed its target when
-        # another one finds damage in its second.
-        if counts[0] <= 1:
-            self.handed, self.own, self.num_bytes = at_once, [], counts[1]
-            num_handed, num_own = counts[0], 0
-        else:
-            self.num_bytes, num_handed, num_own = counts[3], counts[2], counts[4]
-        self.handed += [[] for _ in range(num_handed - len(self.handed))]
-        self.own += [[] for _ in range(num_own - len(self.own))]
+        each.settle([numbers for *numbers, _ in needs])
 
 
-def _counts_in(packed: bytes) -> tuple[list[int], str]:
-    """What a rank says of its rounds: five numbers, and the digest of what is stored."""
-    (at_once, largest_at_once, handed, largest_handed, own), digest = a_list(packed)
-    return [int(each) for each in (at_once, largest_at_once, handed, largest_handed, own)], str(digest)
+_SAID = tuple[list[str], list[tuple[int, int, int, int, int, bool, bool, str]]]
+"""Findings of a rank, and what it needs."""
 
 
 def _digest(stored: Sequence[StoredPiece]) -> str:
@@ -193,39 +250,21 @@ def _digest(stored: Sequence[StoredPiece]) -> str:
     return str(xxhash.xxh3_64_hexdigest(places.encode()))
 
 
-def _read_for_itself(
-    channel: Channel,
-    reader: BatchReader,
-    batches: Sequence[_OwnBatch],
-    handover: "_Handover | None",
-    *,
-    is_late: bool,
-) -> None:
-    """Read, verify and use batches that no other rank needs; raises the same error on all ranks if one could not."""
-    with agreed(channel, purpose="verdict on blocks that each rank read for itself"), _naming_damage(is_late=is_late):
-        for batch, memory in batches:
-            # Bytes that lie in the target as they do in the file need no copy: they are verified where they are wanted.
-            if memory is not None and handover is not None:
-                reader.read_to(batch[0], memory)
-                continue
-            read = reader.read(batch)
-            if handover is not None:
-                handover.take(read)
-
-
 class _Buffers:
-    """The buffers into which batches are read: one, or where ranks share memory two by turns.
+    """The buffers into which batches are read: two by turns, where ranks share memory or batches are read ahead.
 
     A rank that has agreed on round k knows that all have used up round k - 1, and may write its buffer again.
     """
 
-    def __init__(self, channel: Channel, num_bytes: int) -> None:
+    def __init__(self, channel: Channel, num_bytes: int, reads_ahead: bool) -> None:
         self._num_bytes = num_bytes
         self._rank = channel.rank
         # Two halves: one is read into while slower ranks still take from the other. Alone, or over a network, nobody
         # looks into it.
         self._shared = channel.share(2 * num_bytes) if channel.size > 1 and num_bytes else None
-        self._alone = torch.empty(num_bytes if self._shared is None else 0, dtype=torch.uint8)
+        # Without shared memory one half suffices at hand: messages have been packed before the next batch is read.
+        self._num_halves = 2 if self._shared is not None or reads_ahead else 1
+        self._alone = torch.empty(0 if self._shared is not None else self._num_halves * num_bytes, dtype=torch.uint8)
 
     @property
     def in_place(self) -> bool:
@@ -234,29 +273,15 @@ class _Buffers:
 
     def own(self, number: int) -> torch.Tensor:
         """This rank's buffer of a round."""
-        # Without shared memory one half suffices: messages have been packed before the next batch is read.
-        return self._alone if self._shared is None else self._half(self._shared[self._rank], number)
+        return self._half(self._alone if self._shared is None else self._shared[self._rank], number)
 
     def of_all(self, number: int) -> list[torch.Tensor] | None:
         """Every rank's buffer of a round; None where they cannot be seen."""
         return None if self._shared is None else [self._half(each, number) for each in self._shared]
 
     def _half(self, memory: torch.Tensor, number: int) -> torch.Tensor:
-        start = number % 2 * self._num_bytes
+        start = number % self._num_halves * self._num_bytes
         return memory[start : start + self._num_bytes]
-
-
-def _agreed(
-    channel: Channel, reader: BatchReader, batch: Sequence[BlockSpan], buffer: torch.Tensor, *, is_late: bool
-) -> tuple[dict[BlockSpan, torch.Tensor], list[list[BlockSpan]]]:
-    """What this rank has read, and which spans each rank has. Raises the same error on all ranks if one could not."""
-    with agreed(channel, purpose="verdict on blocks that were read") as agreement, _naming_damage(is_late=is_late):
-        read = reader.read(batch, buffer)
-        # The spans go with the verdict: who reads what is planned, but how it is cut into batches is each rank's own
-        # affair, and this tells it without a message more.
-        spans = [(each.ordinal, each.first_block, each.last_block) for each in batch]
-        agreement.value = json.dumps(spans, separators=(",", ":")).encode()
-    return read, understood(agreement.values, _spans_in, purpose="verdict on blocks that were read")
 
 
 def _spans_in(answer: bytes) -> list[BlockSpan]:
@@ -367,18 +392,3 @@ class _Handover:
                     if taker != giver:
                         for index, parts in self._plan.transfers(span, taker):
                             yield Delivery(giver, taker, span, index, dtype, parts)
-
-
-def read_exactly(
-    channel: Channel,
-    store: Store,
-    stored: Sequence[StoredPiece],
-    targets: Sequence[ReadTarget],
-) -> ReadTraffic:
-    """Fill this rank's `targets` from just the byte ranges that it needs, unverified.
-
-    Raises the same CheckpointError on all ranks.
-    """
-    with agreed(channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
-        read_bytes = fill_exactly(store, stored, targets)
-    return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)

@@ -1,18 +1,30 @@
 """Reading: bytes of data files into memory, verified block by block, in bounded batches.
 
-A batch is cut into stretches of a file, and a stretch into parts of 1 MiB. Each part is verified while it is in the
-cache, before the next is read::
+A batch is cut into stretches of a file, and a stretch into parts. Each part is one request, and is verified while it is
+in the cache::
 
     file       ...| block | block | block | block | block | block |...
-    stretch       [ span of one piece             | span          ]      one request to a remote store
-    part          [ read | verify ][ read | verify ][ read ...           one after the other
+    stretch       [ span of one piece             | span          ]
+    parts         [ request       | request       | request       ]
+
+Of a store that is far the next batches are read while one is used. Of one at hand each is read when it is needed::
+
+    far        read 0, 1, 2 | use 0, read 3 | use 1, read 4 | ...
+    at hand    read 0 | use 0 | read 1 | use 1 | ...
 """
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 import xxhash
@@ -25,12 +37,14 @@ from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import aligned, itemsize_bytes
 
+T = TypeVar("T")
+
 _STRETCH_BYTES = 4 << 20
 """Spans that follow one another are asked of the store together, up to so much."""
 
 
 _PART_BYTES = 1 << 20
-"""Where reading costs no waiting, so much is read at a time, and verified while it is in the cache."""
+"""So much is asked for at least where there is more. At hand so much is read at a time, and verified in the cache."""
 
 
 _ALIGNMENT_BYTES = 64
@@ -80,6 +94,112 @@ def _mapped(num_bytes: int) -> torch.Tensor:
 
 
 @dataclass(slots=True)
+class _PooledFile:
+    """A data file that is open, or about to be."""
+
+    opening: threading.Lock
+    reader: Reader | None = None
+    num_users: int = 0
+
+
+class DataFiles:
+    """The data files of a store: each is opened once, and as many requests are under way as the store takes.
+
+    A save of a thousand ranks has more files than a process may have open. Those that were read last stay open, until
+    `close` or until nobody has this any more.
+    """
+
+    def __init__(self, store: Store, buffer: GrowingBuffer | None = None) -> None:
+        """buffer: memory for a batch, shared with others that read when this does not."""
+        self.store = store
+        self.num_ahead = store.parallel_reads if store.parallel_reads > 1 else 0
+        """So many requests are begun before what they bring is needed; 0 where they cost no waiting."""
+        self.buffers = [buffer or GrowingBuffer(), *(GrowingBuffer() for _ in range(self.num_ahead))]
+        """Memory for the batch in use, and for those that are read meanwhile."""
+        self._files: dict[str, _PooledFile] = {}
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        if self.num_ahead:
+            self._threads = ThreadPoolExecutor(self.num_ahead, thread_name_prefix="shardwise-read")
+        self.close = weakref.finalize(self, _close, self._files, self._threads)
+        """Give back the files and the threads."""
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[Reader]:
+        """A file, open for reading. Several threads may ask for it. Raises OSError."""
+        with self._lock:
+            file = self._files.pop(name, None) or _PooledFile(threading.Lock())
+            self._files[name] = file  # at the end: those that were read last stay open
+            file.num_users += 1
+        try:
+            with file.opening:
+                if file.reader is None:
+                    file.reader = open_data(self.store, name)
+            yield file.reader
+        finally:
+            with self._lock:
+                file.num_users -= 1
+                self._trim()
+
+    def request_bytes(self, num_bytes: int) -> int:
+        """How much is best asked for at a time, of so many bytes."""
+        # Over a network each request waits as long as many bytes travel. At hand what is read stays in the cache.
+        share = num_bytes // self.num_ahead if self.num_ahead else 0
+        return min(max(_PART_BYTES, share), _STRETCH_BYTES)
+
+    def begin(self, acts: Iterable[Callable[[], T]]) -> "list[Future[T]] | None":
+        """Begin acts that read; None where each is best done when what it brings is needed."""
+        return None if self._threads is None else [self._threads.submit(act) for act in acts]
+
+    def in_order(self, acts: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """What acts bring that read, in their order; as many are under way as the store takes."""
+        ahead: deque[Future[T]] = deque()
+        try:
+            for act in acts:
+                if self._threads is None:
+                    yield act()
+                    continue
+                ahead.append(self._threads.submit(act))
+                if len(ahead) > self.num_ahead:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            abandon(ahead)
+
+    def _trim(self) -> None:
+        """Give back files that are too many, those first that were read longest ago."""
+        if (num_more := len(self._files) - _MAX_OPEN_FILES) > 0:
+            for name in [name for name, file in self._files.items() if not file.num_users][:num_more]:
+                _close({name: self._files.pop(name)}, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _close(files: dict[str, _PooledFile], threads: ThreadPoolExecutor | None) -> None:
+    if threads is not None:
+        threads.shutdown()
+    while files:
+        reader = files.popitem()[1].reader
+        if reader is not None:
+            reader.close()
+
+
+def abandon(futures: "Iterable[Future[Any]]") -> None:
+    """Return when none is under way: it would go on writing to memory that is somebody else's by then."""
+    futures = list(futures)
+    for each in futures:
+        each.cancel()
+    wait(futures)
+
+
+@dataclass(slots=True)
 class _FileStretch:
     """Consecutive spans of one file, and their places in the buffer."""
 
@@ -97,6 +217,7 @@ def batches_of(
     """The spans in batches of at most `max_bytes` each (one block at least); long spans are cut between blocks."""
     batches: list[list[BlockSpan]] = []
     room = 0
+    place = "", 0
     for span in spans:
         first = span.first_block
         while first < span.last_block:
@@ -106,127 +227,97 @@ def batches_of(
                 room = max(max_bytes, block_bytes)
             last = min(span.last_block, first + room // block_bytes)
             part = BlockSpan(span.ordinal, first, last)
-            batches[-1].append(part)
+            file = stored[span.ordinal].file
             start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
             # What lies between two stretches of a file is not read, but alignment may cost that much.
-            room -= stop - start + (0 if first > span.first_block else _ALIGNMENT_BYTES)
-            first = last
+            room -= stop - start + (_ALIGNMENT_BYTES if batches[-1] and place != (file, start) else 0)
+            batches[-1].append(part)
+            place, first = (file, stop), last
     return batches
 
 
-class OpenFiles:
-    """Data files of a store that are open for reading; a save of a thousand ranks has more than a process may have."""
+Batch = tuple[Sequence[BlockSpan], torch.Tensor | None]
+"""Spans that are read together, and of a single one maybe the memory where its bytes are wanted."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._readers: dict[str, Reader] = {}
 
-    def __getitem__(self, name: str) -> Reader:
-        if name not in self._readers:
-            self._readers[name] = open_data(self._store, name)
-        return self._readers[name]
+@dataclass(frozen=True, slots=True)
+class BegunRead:
+    """A batch that is being read, or will be when it is finished."""
 
-    def trim(self) -> None:
-        """Give back those that are too many, the first ones first: the next reads are of the last ones."""
-        while len(self._readers) > _MAX_OPEN_FILES:
-            self._readers.pop(next(iter(self._readers))).close()
-
-    def close(self) -> None:
-        """Give all back."""
-        while self._readers:
-            self._readers.popitem()[1].close()
+    batch: Batch
+    memory: torch.Tensor
+    parts: Sequence[_FileStretch]
+    under_way: "Sequence[Future[list[str]]] | None"
 
 
 class BatchReader:
-    """Reads batches of spans and verifies them."""
+    """Reads batches of spans of some stored pieces, and verifies them. Nothing is under way when its context ends."""
 
-    def __init__(
-        self,
-        store: Store,
-        contents: Contents,
-        stored: Sequence[StoredPiece],
-        *,
-        verify: bool,
-        buffer: GrowingBuffer | None = None,
-    ) -> None:
-        """`buffer` is memory for batches that others had before; None: it has its own."""
+    def __init__(self, files: DataFiles, contents: Contents, stored: Sequence[StoredPiece], *, verify: bool) -> None:
         self.read_bytes = 0
         """Bytes of data files read so far."""
-        self._store = store
+        self._files = files
         self._contents = contents
         self._stored = stored
         self._verify = verify
-        self._buffer = buffer or GrowingBuffer()
-        self._files = OpenFiles(store)
-        self._threads: ThreadPoolExecutor | None = None
-        if store.parallel_reads > 1:
-            self._threads = ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="shardwise-read")
+        self._begun: list[BegunRead] = []
 
-    def close(self) -> None:
-        """Give back the threads and the files."""
-        self._files.close()
-        if self._threads is not None:
-            self._threads.shutdown()
+    def ahead(self, batches: Iterable[Batch]) -> Iterator[BegunRead]:
+        """Batches that are begun ahead. Each is to be finished, and used up, before the next is asked for."""
+        buffers = self._files.buffers
+        ahead: deque[BegunRead] = deque()
+        for number, batch in enumerate(batches):
+            ahead.append(self._begin(batch, buffers[number % len(buffers)]))
+            if len(ahead) == len(buffers):
+                yield ahead.popleft()
+        yield from ahead
 
-    def read(self, batch: Sequence[BlockSpan], buffer: torch.Tensor | None = None) -> dict[BlockSpan, torch.Tensor]:
-        """The elements of every span, flat, in the dtype in which they are stored.
+    def begin(self, spans: Sequence[BlockSpan], memory: torch.Tensor) -> BegunRead:
+        """Begin to read a batch, by many requests, into memory of at least `buffer_bytes`."""
+        return self._begin((spans, None), memory)
 
-        They are views of `buffer` (at least `buffer_bytes` of the batch), or of one that the next batch takes over.
-        Raises CheckpointError with every file that cannot be read and every block that is damaged.
+    def _begin(self, batch: Batch, room: torch.Tensor | GrowingBuffer) -> BegunRead:
+        spans, memory = batch
+        stretches = list(_stretches(spans, self._stored, self._contents.block_bytes))
+        if memory is not None:
+            stretches[0].at = 0
+        else:
+            memory = room if isinstance(room, torch.Tensor) else room.room(_end(stretches))
+        # What is read ahead is one request of many; what is read at once is many.
+        is_one = self._files.num_ahead > 0 and not isinstance(room, torch.Tensor)
+        part_bytes = self._files.request_bytes(_end(stretches))
+        parts = [part for each in stretches for part in ([each] if is_one else self._parts(each, part_bytes))]
+        begun = BegunRead(batch, memory, parts, self._files.begin(partial(self._fill, each, memory) for each in parts))
+        self._begun.append(begun)
+        return begun
+
+    def finish(self, begun: BegunRead) -> dict[BlockSpan, torch.Tensor]:
+        """The elements of every span of a batch, flat, in the dtype in which they are stored; none of one in place.
+
+        Raises CheckpointError with every file that cannot be read and every block that is damaged. What is damaged in
+        place has been written by then.
         """
-        stretches = list(_stretches(batch, self._stored, self._contents.block_bytes))
-        if buffer is None:
-            buffer = self._buffer.room(_end(stretches))
-        findings = self._fill(stretches, buffer)
-        if findings:
+        if begun.under_way is None:
+            found = [self._fill(each, begun.memory) for each in begun.parts]
+        else:
+            found = [each.result() for each in begun.under_way]
+        self._begun.remove(begun)
+        # A file that cannot be read is found by each of its parts, and named once.
+        if findings := list(dict.fromkeys(chain.from_iterable(found))):
             raise CheckpointError(*findings)
-        self.read_bytes += sum(each.stop - each.start for each in stretches)
-        return elements_of(batch, buffer, self._stored, block_bytes=self._contents.block_bytes)
+        self.read_bytes += sum(each.stop - each.start for each in begun.parts)
+        spans, in_place = begun.batch
+        if in_place is not None:
+            return {}
+        return elements_of(spans, begun.memory, self._stored, block_bytes=self._contents.block_bytes)
 
-    def read_to(self, span: BlockSpan, memory: torch.Tensor) -> None:
-        """Read a span straight to where its bytes are wanted, and verify it there.
-
-        Raises CheckpointError as `read` does; damaged bytes have been written by then.
-        """
-        start, stop = _bytes_of_span(span, self._stored[span.ordinal], self._contents.block_bytes)
-        findings = self._fill([_FileStretch(self._stored[span.ordinal].file, start, stop, 0, [span])], memory)
-        if findings:
-            raise CheckpointError(*findings)
-        self.read_bytes += stop - start
-
-    def _fill(self, stretches: Sequence[_FileStretch], buffer: torch.Tensor) -> list[str]:
-        findings: list[str] = []
-        jobs = []
-        try:
-            for stretch in stretches:
-                try:
-                    reader = self._files[stretch.file]
-                except OSError as error:
-                    findings.append(f"{self._store.location}/{stretch.file} cannot be read: {reason(error)}")
-                else:
-                    # Over a network each request waits as long as many bytes travel: there a part is one request, and
-                    # many are under way.
-                    part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
-                    parts = _parts(stretch, self._stored, self._contents.block_bytes, part_bytes)
-                    jobs += [(part, reader) for part in parts]
-
-            def fill(job: tuple[_FileStretch, Reader]) -> list[str]:
-                return self._fill_one(*job, buffer)
-
-            done = map(fill, jobs) if self._threads is None else self._threads.map(fill, jobs)
-            for each in done:
-                findings += each
-        finally:
-            self._files.trim()
-        # A file that cannot be read is found by each of its stretches, and named once.
-        return list(dict.fromkeys(findings))
-
-    def _fill_one(self, part: _FileStretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
+    def _fill(self, part: _FileStretch, buffer: torch.Tensor) -> list[str]:
         memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
         try:
-            reader.read_into(memory, part.start)
+            with self._files.opened(part.file) as reader:
+                reader.read_into(memory, part.start)
         except (OSError, EOFError) as error:
-            return [f"{self._store.location}/{part.file} cannot be read: {reason(error)}"]
+            return [f"{self._files.store.location}/{part.file} cannot be read: {reason(error)}"]
         return [each for span in part.spans for each in self._damage(span, part, memory)] if self._verify else []
 
     def _damage(self, span: BlockSpan, stretch: _FileStretch, memory: memoryview) -> list[str]:
@@ -237,23 +328,25 @@ class BatchReader:
         start, stop = _bytes_of_span(span, stored, size)
         data = memory[start - stretch.start : stop - stretch.start]
         damaged = damaged_blocks(data, stored.checksums, first_block=span.first_block, block_bytes=size)
-        return [damage_finding(stored, block, self._contents, self._store.location) for block in damaged]
+        return [damage_finding(stored, block, self._contents, self._files.store.location) for block in damaged]
 
+    def _parts(self, stretch: _FileStretch, part_bytes: int) -> Iterator[_FileStretch]:
+        """A stretch in parts of about so many bytes, cut between blocks."""
+        size = self._contents.block_bytes
+        at = stretch.at
+        for spans in batches_of(stretch.spans, self._stored, block_bytes=size, max_bytes=part_bytes):
+            start, _ = _bytes_of_span(spans[0], self._stored[spans[0].ordinal], size)
+            _, stop = _bytes_of_span(spans[-1], self._stored[spans[-1].ordinal], size)
+            yield _FileStretch(stretch.file, start, stop, at, spans)
+            at += stop - start
 
-def _parts(
-    stretch: _FileStretch, stored: Sequence[StoredPiece], block_bytes: int, part_bytes: int
-) -> Iterator[_FileStretch]:
-    """A stretch in parts of about so many bytes: a long span is cut between blocks, short ones stay together."""
-    # Several spans in a stretch are mostly small tensors: a call of the system for each would cost more than its bytes.
-    if len(stretch.spans) > 1 or stretch.stop - stretch.start <= part_bytes:
-        yield stretch
-        return
-    (span,) = stretch.spans
-    step = max(1, part_bytes // block_bytes)
-    for first in range(span.first_block, span.last_block, step):
-        part = BlockSpan(span.ordinal, first, min(first + step, span.last_block))
-        start, stop = _bytes_of_span(part, stored[span.ordinal], block_bytes)
-        yield _FileStretch(stretch.file, start, stop, stretch.at + start - stretch.start, [part])
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        abandon(chain.from_iterable(each.under_way or () for each in self._begun))
 
 
 def buffer_bytes(batch: Sequence[BlockSpan], stored: Sequence[StoredPiece], *, block_bytes: int) -> int:
@@ -307,33 +400,38 @@ def _end(stretches: Sequence[_FileStretch]) -> int:
     return stretches[-1].at + stretches[-1].stop - stretches[-1].start if stretches else 0
 
 
-def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tuple[bool, list[str]]:
-    """Whether a data file is there with the size that it was written with; and what is wrong with it.
+def check_files(
+    files: DataFiles, contents: Contents, names: Iterable[str], *, heads: Collection[str]
+) -> Iterator[tuple[str, bool, list[str]]]:
+    """For each data file whether it is there with the size that it was written with, and what is wrong with it.
 
-    head: its first bytes are compared with their checksum as well.
+    heads: of these the first bytes are compared with their checksum as well.
     """
-    where = f"{store.location}/{name}"
+    return files.in_order(partial(_checked, files, contents, name, head=name in heads) for name in names)
+
+
+def _checked(files: DataFiles, contents: Contents, name: str, *, head: bool) -> tuple[str, bool, list[str]]:
+    where = f"{files.store.location}/{name}"
+    is_open = False
     try:
-        reader = open_data(store, name)
-    except OSError as error:
-        return False, [f"{where} cannot be read: {reason(error)}"]
-    try:
-        # The size costs no reading, and finds most of what happens to files: truncation, and another save's file in
-        # its place.
-        if reader.size != contents.file_sizes[name]:
-            return False, [
-                f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "
-                "grown, or swapped for another file"
-            ]
-        if head and name in contents.file_heads:
-            num_bytes, expected = contents.file_heads[name]
-            if _checksum_of(reader, num_bytes) != expected:
-                return True, [f"{where} is damaged: its header of {num_bytes} bytes does not have its checksum"]
+        with files.opened(name) as reader:
+            is_open = True
+            # The size costs no reading, and finds most of what happens to files: truncation, and another save's file
+            # in its place.
+            if reader.size != contents.file_sizes[name]:
+                finding = (
+                    f"{where} has {reader.size} bytes, but {contents.file_sizes[name]} were written; it was truncated, "
+                    "grown, or swapped for another file"
+                )
+                return name, False, [finding]
+            if head and name in contents.file_heads:
+                num_bytes, expected = contents.file_heads[name]
+                if _checksum_of(reader, num_bytes) != expected:
+                    finding = f"{where} is damaged: its header of {num_bytes} bytes does not have its checksum"
+                    return name, True, [finding]
     except (OSError, EOFError) as error:
-        return True, [f"{where} cannot be read: {reason(error)}"]
-    finally:
-        reader.close()
-    return True, []
+        return name, is_open, [f"{where} cannot be read: {reason(error)}"]
+    return name, True, []
 
 
 def _checksum_of(reader: Reader, num_bytes: int) -> bytes:

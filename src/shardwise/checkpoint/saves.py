@@ -15,12 +15,12 @@ manifest or a folder of the user stays as it was.
 import contextlib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
-from shardwise.checkpoint.foreign import no_checkpoint
+from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.stores import (
     Address,
@@ -29,7 +29,6 @@ from shardwise.checkpoint.stores import (
     Store,
     delete_all,
     read_whole,
-    reason,
     refusals,
     sizes_of,
     store_of,
@@ -253,18 +252,15 @@ def strays(store: Store, listing: Listing, number: int) -> list[str]:
     return [name for name in ours if name not in keep]
 
 
-@contextlib.contextmanager
-def storing(store: Store, name: str, done: str) -> Iterator[None]:
+def storing(store: Store, name: str, done: str) -> contextlib.AbstractContextManager[None]:
     """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        where = f"{store.location}/{name}".rstrip("/")
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise CheckpointError(
-            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
-            + (". Keep fewer saves, make room, or save elsewhere" if is_full else "")
-        ) from error
+    return refusals(f"{store.location}/{name}".rstrip("/") + f" cannot be {done}", _kept)
+
+
+def _kept(error: OSError | EOFError) -> str:
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = ". Keep fewer saves, make room, or save elsewhere" if is_full else ""
+    return f"; nothing was committed, and older saves are as they were{advice}"
 
 
 def _own_files(head: Head) -> Iterable[str]:

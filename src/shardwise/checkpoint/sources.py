@@ -1,6 +1,5 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -8,14 +7,16 @@ from typing import TypeVar
 import xxhash
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
-from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
+from shardwise.checkpoint.formats.registry import read_foreign, recognise
+from shardwise.checkpoint.formats.unread import no_checkpoint
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, understood
-from shardwise.errors import CheckpointError, PeerError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, PeerError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
 T = TypeVar("T")
@@ -93,39 +94,59 @@ class Source:
     """The ranks that see its files."""
 
 
-def agree_on_source(channel: Channel, path: Address, *, step: int | None, shared: bool) -> Source:
+def agree_on_source(
+    channel: Channel, path: Address, *, step: int | None, shared: bool, options: Callable[[], str]
+) -> Source:
     """The checkpoint at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
-    find the checkpoint are its readers. Raises the same CheckpointError on all ranks when none does.
+    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks.
+    Raises the same error on all ranks: CheckpointError when none finds one, MismatchError for different options.
     """
-    with agreed(channel, purpose="address of the checkpoint"):
+    contents: Contents | None = None
+    refusal: ShardwiseError | None = None
+    purpose = "options of a load, and the checkpoint"
+    with agreed(channel, purpose=purpose, num_parts=2) as agreement:
+        given = options()
         store = store_of(path)
-    contents, readers = _agree_on_contents(channel, store, step=step, shared=shared)
+        # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also
+        # makes all see the same save, where a new one appears meanwhile.
+        if channel.rank == 0 or not shared:
+            try:
+                contents = read_contents(store, step=step)
+            except ShardwiseError as error:  # first the options are compared, and another rank may see the checkpoint
+                refusal = error
+        told = b""
+        if contents is not None and channel.size > 1:
+            told = pack_contents(contents) if shared else f"{_digest(contents)} {contents.location}".encode()
+        agreement.parts = [given.encode(), told]
+    texts, answers = agreement.of_parts or ([given.encode()], [told])
+    if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        one, other = (each.decode(errors="replace") for each in (texts[0], texts[different[0]]))
+        raise MismatchError(
+            f"rank {different[0]} loads with {other}, but rank 0 with {one}; make the same call on all ranks"
+        )
+    if channel.size == 1 or shared:
+        first, readers = 0, frozenset(range(channel.size))
+        if channel.size == 1 or not answers[0]:
+            with agreed(channel, purpose="verdict on the checkpoint"):
+                if refusal is not None:
+                    raise refusal
+    else:
+        first, readers = _readers(channel, understood(answers, _sight_in, purpose=purpose), refusal)
+        # The words of one rank for all, also where others know it under another path.
+        mine = b"" if contents is None or channel.rank != first else pack_contents(contents)
+        answers = channel.exchange(mine, purpose="contents of the checkpoint")
+    if contents is None or channel.rank != first:
+        contents = _understood(answers, first)
     return Source(store=store, contents=contents, readers=readers)
 
 
-def _agree_on_contents(
-    channel: Channel, store: Store, *, step: int | None, shared: bool
-) -> tuple[Contents, frozenset[int]]:
-    contents: Contents | None = None
-    # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also makes
-    # all see the same save, where a new one appears meanwhile.
-    if channel.size == 1 or shared:
-        with agreed(channel, purpose="contents of the checkpoint") as agreement:
-            if channel.rank == 0:
-                contents = read_contents(store, step=step)
-                agreement.value = _pack(contents) if channel.size > 1 else b""
-        return contents or _understood(agreement.values, 0), frozenset(range(channel.size))
-    refusal: ShardwiseError | None = None
-    try:
-        contents = read_contents(store, step=step)
-    except ShardwiseError as error:  # this rank goes on where another one sees the checkpoint
-        refusal = error
-    mine = "" if contents is None else f"{_digest(contents)} {contents.location}"
-    purpose = "which ranks see the checkpoint"
-    answers = understood(channel.exchange(mine.encode(), purpose=purpose), _sight_in, purpose=purpose)
-    seen = {rank: each for rank, each in enumerate(answers) if each is not None}
+def _readers(
+    channel: Channel, sights: Sequence[tuple[str, str] | None], refusal: ShardwiseError | None
+) -> tuple[int, frozenset[int]]:
+    """The first rank that sees the checkpoint, and all that do; each rank says a digest of it and where it is."""
+    seen = {rank: each for rank, each in enumerate(sights) if each is not None}
     if not seen and refusal is not None:
         with agreed(channel, purpose="verdict on the checkpoint"):
             raise refusal
@@ -137,10 +158,7 @@ def _agree_on_contents(
                 f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}. Choose one that "
                 "both see (step=..., or --resume PATH of one save), or remove the newer ones"
             )
-    text = b"" if contents is None or channel.rank != first else _pack(contents)
-    texts = channel.exchange(text, purpose="contents of the checkpoint")
-    # The words of one rank for all, also where others know it under another path.
-    return contents if contents is not None and channel.rank == first else _understood(texts, first), frozenset(seen)
+    return first, frozenset(seen)
 
 
 def _sight_in(answer: bytes) -> tuple[str, str] | None:
@@ -152,7 +170,9 @@ def _sight_in(answer: bytes) -> tuple[str, str] | None:
 
 def _understood(texts: Sequence[bytes], rank: int) -> Contents:
     """What one rank has read."""
-    read = understood(texts, lambda each: _unpack(each) if each else None, purpose="contents of the checkpoint")[rank]
+    read = understood(
+        texts, lambda each: unpack_contents(each) if each else None, purpose="contents of the checkpoint"
+    )[rank]
     if read is None:
         raise PeerError(f"rank {rank} gave no contents of the checkpoint", rank=rank, operation="exchange")
     return read
@@ -160,36 +180,4 @@ def _understood(texts: Sequence[bytes], rank: int) -> Contents:
 
 def _digest(contents: Contents) -> str:
     """Equal for one checkpoint at any place."""
-    return str(xxhash.xxh3_128_hexdigest(_pack(replace(contents, location=""))))
-
-
-def _pack(contents: Contents) -> bytes:
-    """Contents as bytes, for ranks that do not read them themselves."""
-    files = list(contents.file_sizes)
-    tables = pack_tables(list(contents.tensors.values()), files)
-    head = {
-        "format": contents.format,
-        "location": contents.location,
-        "file_sizes": dict(contents.file_sizes),
-        "file_heads": {name: (size, sums.hex()) for name, (size, sums) in contents.file_heads.items()},
-        "block_bytes": contents.block_bytes,
-        "aliases": dict(contents.aliases),
-        "settings": dict(contents.settings),
-        "extra": dict(contents.extra),
-        "step": contents.step,
-        "layout": contents.layout,
-        "notes": list(contents.notes),
-        "left_state": contents.left_state,
-        "manifest": contents.manifest,
-        "tables": [table.decode() for table in tables],
-    }
-    return json.dumps(head).encode()
-
-
-def _unpack(data: bytes) -> Contents:
-    head = json.loads(data)
-    files = list(head["file_sizes"])
-    tables = [table.encode() for table in head.pop("tables")]
-    head["notes"] = tuple(head["notes"])
-    head["file_heads"] = {name: (size, bytes.fromhex(sums)) for name, (size, sums) in head["file_heads"].items()}
-    return Contents(**head, tensors=unpack_tables(tables, files, block_bytes=head["block_bytes"]))
+    return str(xxhash.xxh3_128_hexdigest(pack_contents(replace(contents, location=""))))

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -288,12 +288,15 @@ class Findings(list[str]):
 
 
 @contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Say in our words what the operating system refuses. what: "the file x cannot be read"."""
+def refusals(what: str, then: Callable[[OSError | EOFError], str] = lambda error: "") -> Iterator[None]:
+    """Say in our words what the operating system refuses.
+
+    what: "the file x cannot be read"; then: what is said behind the words of the system, such as "; nothing was read".
+    """
     try:
         yield
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{what}: {reason(error)}") from error
+        raise CheckpointError(f"{what}: {reason(error)}{then(error)}") from error
 
 
 class OpenFile:

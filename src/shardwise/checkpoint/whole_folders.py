@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeAlias, TypeVar
 
 from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
-from shardwise.checkpoint.stores import Address, Store, Writer, delete_all, reason, refusals, store_of
+from shardwise.checkpoint.stores import Address, Store, Writer, delete_all, refusals, store_of
 from shardwise.errors import CheckpointError
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
@@ -118,6 +118,7 @@ def _write_in_order(
 def _in_order(
     small: Mapping[str, bytes], finish: Callable[[Store], Mapping[str, bytes]], store: Store
 ) -> Iterator[tuple[str, bytes]]:
+    """Small files, then what is made when all of them are there."""
     yield from small.items()
     yield from finish(store).items()
 
@@ -217,14 +218,13 @@ def _refusal(path: str, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is {what}, which is left as it is; name a new folder, or an empty one")
 
 
-@contextlib.contextmanager
-def _making(path: str, file: str) -> Iterator[None]:
+def _making(path: str, file: str) -> contextlib.AbstractContextManager[None]:
     """Say in our words what the file system refuses."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
+
+    def then(error: OSError | EOFError) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and not file:
             # Somebody has made it since the first look: the words for that say more than those of the system.
             _check_empty(path)
-        where = os.path.join(path, file) if file else path
-        raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error
+        return "; nothing was made there"
+
+    return refusals(f"{os.path.join(path, file) if file else path} cannot be written", then)

@@ -12,17 +12,18 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 
-from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
-from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, OpenFiles, batches_of
+from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.stores import Reader, Store, reason
+from shardwise.checkpoint.stores import refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
@@ -111,6 +112,23 @@ def pieces_in_windows(
         yield [part_of_piece(pieces[at], start, stop) for at, start, stop in window]
 
 
+class Scales(Protocol):
+    """By what elements of a piece are multiplied as they are read: see `block_scales`."""
+
+    @property
+    def scales(self) -> Piece:
+        """What is needed of them: a stored piece."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The memory that takes it."""
+
+    def products(
+        self, view: torch.Tensor, move: Move, taken: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied, (target, source), where `taken` are the elements of a move into the piece; part by part."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadTarget:
     """A stored piece, and the memory that takes its elements."""
@@ -122,7 +140,7 @@ class ReadTarget:
     """Those that the values pass through, from the stored one to that of the view; one only: they are copied."""
     folded: int | None = None
     """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
-    scales: BlockScales | None = None
+    scales: Scales | None = None
     """By what elements are multiplied, before the casts that follow the second dtype, float32."""
 
     def memory(self, dtype: str) -> torch.Tensor | None:
@@ -259,51 +277,78 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
 
 
 def fill_exactly(
-    store: Store, stored: Sequence[StoredPiece], targets: Sequence[ReadTarget], digests: PassingDigests | None = None
+    files: DataFiles,
+    stored: Sequence[StoredPiece],
+    targets: Sequence[ReadTarget],
+    digests: PassingDigests | None = None,
 ) -> int:
     """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
 
     digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
     """
-    files = OpenFiles(store)
     read_bytes = 0
-    name = ""
-    try:
-        for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
-            piece, name = stored[ordinal], stored[ordinal].file
-            # Pieces of one file come one after the other, but wanted pieces change between files.
-            reader = files[name]
-            num_skipped = source.start * itemsize_bytes(piece.piece.dtype)
-            elements = _read_run(reader, piece.start + num_skipped, piece.piece.dtype, targets[index], target)
-            if digests is not None and elements is not None:
-                digests.see(piece.piece, elements, num_skipped)
-            read_bytes += source.num_elements * itemsize_bytes(piece.piece.dtype)
-            files.trim()
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{store.location}/{name} cannot be read: {reason(error)}") from error
-    finally:
-        files.close()
+    for read, found in files.in_order(partial(each.carried_out, files) for each in _exact_reads(stored, targets)):
+        piece, target = read.stored.piece, read.target
+        for (first, run), elements in zip(read.runs, found, strict=True):
+            read_bytes += elements.nbytes
+            if not read.is_straight:
+                start = target.source.elements.start
+                moved = moves(target.source.within(start + run.start, start + run.stop), target.source)
+                target.fill(moved, parts_of(elements, moved))
+            elif digests is not None:
+                digests.see(piece, elements, first * elements.itemsize)
     return read_bytes
 
 
-def _read_run(reader: Reader, start: int, dtype: str, target: ReadTarget, run: Run) -> torch.Tensor | None:
-    """Read a run of a wanted piece's elements, which begins at byte `start` of a file.
+@dataclass(frozen=True, slots=True)
+class _ExactRead:
+    """Runs of a stored piece that a target takes, read together."""
 
-    Returns the bytes where they are in the target as in the file.
-    """
-    if (memory := target.memory(dtype)) is not None:
-        data = plain_bytes(memory, run.start, run.stop)
-        reader.read_into(bytes_of(data), start)
-        return data
-    piece, itemsize = target.source, itemsize_bytes(dtype)
-    step = WINDOW_BYTES // itemsize
-    for first in range(run.start, run.stop, step):
-        last = min(first + step, run.stop)
-        elements = torch.empty(last - first, dtype=torch_dtype(dtype))
-        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - run.start) * itemsize)
-        found = moves(piece.within(piece.elements.start + first, piece.elements.start + last), piece)
-        target.fill(found, parts_of(elements, found))
-    return None
+    stored: StoredPiece
+    target: ReadTarget
+    is_straight: bool
+    """Whether the target takes the bytes as they are, where it has them."""
+    runs: list[tuple[int, Run]] = field(default_factory=list)
+    """The first element in the stored piece, and which elements of the target's piece."""
+
+    def carried_out(self, files: DataFiles) -> tuple["_ExactRead", list[torch.Tensor]]:
+        """Read; the elements of each run, where the target has them if that is straight."""
+        dtype = self.stored.piece.dtype
+        memory = self.target.memory(dtype) if self.is_straight else None
+        found = []
+        name = self.stored.file
+        with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
+            for first, run in self.runs:
+                if memory is None:
+                    elements = torch.empty(run.num_elements, dtype=torch_dtype(dtype))
+                else:
+                    elements = plain_bytes(memory, run.start, run.stop).view(torch_dtype(dtype))
+                start = self.stored.start + first * itemsize_bytes(dtype)
+                reader.read_into(bytes_of(elements.view(torch.uint8)), start)
+                found.append(elements)
+        return self, found
+
+
+def _exact_reads(stored: Sequence[StoredPiece], targets: Sequence[ReadTarget]) -> Iterator[_ExactRead]:
+    """The runs that targets take, up to BATCH_BYTES of one piece together."""
+    place, room = (-1, -1), 0
+    read: _ExactRead | None = None
+    for ordinal, source, index, run in exact_ranges(stored, [each.source for each in targets]):
+        itemsize = itemsize_bytes(stored[ordinal].piece.dtype)
+        start = 0
+        while start < run.num_elements:
+            if read is None or place != (ordinal, index) or room < itemsize:
+                if read is not None:
+                    yield read
+                place, room = (ordinal, index), max(BATCH_BYTES, itemsize)
+                piece, target = stored[ordinal], targets[index]
+                read = _ExactRead(piece, target, target.memory(piece.piece.dtype) is not None)
+            stop = min(run.num_elements, start + room // itemsize)
+            read.runs.append((source.start + start, Run(run.start + start, run.start + stop)))
+            room -= (stop - start) * itemsize
+            start = stop
+    if read is not None:
+        yield read
 
 
 TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget | PaddingTarget]]
@@ -319,27 +364,25 @@ class PieceReader:
 
     def __init__(
         self,
-        store: Store,
+        files: DataFiles,
         contents: Contents,
         targets_of: TargetsOf | None = None,
         *,
-        batch: GrowingBuffer | None = None,
         window: GrowingBuffer | None = None,
         digests: PassingDigests | None = None,
     ) -> None:
         """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
-        batch: memory that it shares with readers which read when it does not. window: its own buffer, which it shares
-            with readers that read when what it has read is used up. digests: sees all that is read.
+        window: its own buffer, which it shares with readers that read when what it has read is used up. digests: sees
+            all that is read.
         """
         self.contents = contents
         """What the checkpoint holds."""
         self.read_bytes = 0
         """Bytes of data files read so far."""
-        self._store = store
+        self._files = files
         self._targets_of = targets_of
         self._buffer = window or GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
-        self._batch = batch or GrowingBuffer(BATCH_BYTES)
         self._digests = digests
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -361,16 +404,16 @@ class PieceReader:
         # Scales before the elements that are multiplied by them.
         if scales := targets_of_scales(targets):
             self._fill(scales)
-        self._fill(self._not_straight(targets))
+        self._fill(self._after_straight(targets))
         return parts
 
-    def _not_straight(self, targets: Sequence[ReadTarget]) -> list[ReadTarget]:
+    def _after_straight(self, targets: Sequence[ReadTarget]) -> list[ReadTarget]:
         """Fill those whose bytes can be read straight to where they belong; returns the others.
 
         That saves a copy, and the blocks around what is needed. Where blocks are verified they are read as a whole, and
         a store that is far reads many at a time.
         """
-        if self.contents.verifiable or self._store.parallel_reads > 1:
+        if self.contents.verifiable or self._files.num_ahead:
             return list(targets)
         straight, others = list[ReadTarget](), list[ReadTarget]()
         for target in targets:
@@ -380,7 +423,7 @@ class PieceReader:
             is_straight = is_plain_copy and not is_in_strips(stored, [target.source])[0]
             (straight if is_straight else others).append(target)
         stored = [each for name in {target.source.name for target in straight} for each in self._stored(name)]
-        self.read_bytes += fill_exactly(self._store, stored, straight, self._digests)
+        self.read_bytes += fill_exactly(self._files, stored, straight, self._digests)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -389,19 +432,19 @@ class PieceReader:
         stored = [each for name in dict.fromkeys(piece.name for piece in wanted) for each in self._stored(name)]
         block_bytes = self.contents.block_bytes
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
-        reader = BatchReader(self._store, self.contents, stored, verify=True, buffer=self._batch)
-        try:
-            max_bytes = BATCH_BYTES * self._store.parallel_reads
-            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes):
-                for span, elements in reader.read(batch).items():
-                    # Right after it was verified, so that the copy finds it in the cache.
-                    if self._digests is not None:
-                        self._digests.see(stored[span.ordinal].piece, elements, span.first_block * block_bytes)
-                    for index, moves in plan.transfers(span, 0):
-                        targets[index].fill(moves, parts_of(elements, moves))
-        finally:
-            self.read_bytes += reader.read_bytes
-            reader.close()
+        max_bytes = self._files.request_bytes(plan.read_bytes) if self._files.num_ahead else BATCH_BYTES
+        batches = batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes)
+        with BatchReader(self._files, self.contents, stored, verify=True) as reader:
+            try:
+                for begun in reader.ahead((batch, None) for batch in batches):
+                    for span, elements in reader.finish(begun).items():
+                        # Right after it was verified, so that the copy finds it in the cache.
+                        if self._digests is not None:
+                            self._digests.see(stored[span.ordinal].piece, elements, span.first_block * block_bytes)
+                        for index, moves in plan.transfers(span, 0):
+                            targets[index].fill(moves, parts_of(elements, moves))
+            finally:
+                self.read_bytes += reader.read_bytes
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.tensors[name].pieces

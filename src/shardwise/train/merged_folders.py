@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.huggingface_files import files_of, index_of, shards_of
+from shardwise.checkpoint.formats.huggingface.writing import index_of, shards_of
+from shardwise.checkpoint.model_files import files_of
 from shardwise.checkpoint.safetensors_files import DataFile, JoinedWrites
 from shardwise.checkpoint.stores import Writer
 from shardwise.checkpoint.whole_folders import Folder, check_folder, write_folder
