@@ -104,3 +104,18 @@ def test_two_programs_that_save_at_once_make_one_save_each_number(service: S3Ser
 def test_a_bucket_that_is_not_there_is_named(service: S3Service) -> None:
     with pytest.raises(CheckpointError, match=r"s3://nowhere/run .*NoSuchBucket: The specified bucket does not exist"):
         sw.save("s3://nowhere/run", {"w": torch.ones(2)})
+
+
+def test_what_is_read_is_listed_once(service: S3Service) -> None:
+    address = f"s3://{BUCKET}/listed"
+    state = {"w": torch.arange(6.0), "v": torch.ones(3)}
+    sw.save(address, state)
+    checkpoint.convert(address, f"{address}-hf", to="hf")
+    checkpoint.convert(address, f"{address}-dcp", to="dcp")
+    for place, num_opened in ((address, 3), (f"{address}-hf", 2), (f"{address}-dcp", 4)):
+        service.forget()
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        sw.load(place, target)
+        assert torch.equal(target["w"], state["w"])
+        # A list, and a request for each file that is opened: the metadata, and the data by each who looks into it.
+        assert Counter(service.requests) == {"GET": 1 + num_opened}, place

@@ -10,7 +10,7 @@ from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select
-from shardwise.checkpoint.stores import Address, Store, refusals, store_of
+from shardwise.checkpoint.stores import Address, Store, listed_once, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, understood
@@ -32,20 +32,22 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
     """
     if is_unfinished(store.location):
         raise CheckpointError(no_checkpoint(store))
+    seen = listed_once(store)
     with refusals(f"{store.location} cannot be listed"):
-        kind = recognise(store)
+        kind = recognise(seen)
         if kind in (None, "shardwise"):
-            return _read_save(store, step)
+            return _read_save(store, seen, step)
     if step is not None:
         raise CheckpointError(
             f"{store.location} is a {kind} checkpoint, which has no steps to choose from; leave out step"
         )
-    return read_foreign(store)
+    return read_foreign(seen)
 
 
-def _read_save(store: Store, step: int | None) -> Contents:
+def _read_save(store: Store, seen: Store, step: int | None) -> Contents:
+    """The newest save, or that of `step`. seen: the store as it was a moment ago, which does for the first look."""
     for attempt in range(1, ATTEMPTS + 1):
-        number = select(store, step=step)
+        number = select(seen if attempt == 1 else store, step=step)
         try:
             return read_save(store, number)
         except CheckpointError:

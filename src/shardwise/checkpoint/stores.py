@@ -233,6 +233,28 @@ class OneFile:
         return NotADirectoryError(errno.ENOTDIR, text, name)
 
 
+class _ListedOnce:
+    """A store whose names are asked for once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._names: list[str] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def names(self, folder: str = "") -> Iterator[str]:
+        """See `Store.names`."""
+        if self._names is None:
+            self._names = list(self._store.names())
+        return iter([name for name in self._names if not folder or name.startswith(f"{folder}/")])
+
+
+def listed_once(store: Store) -> Store:
+    """A store as it is at its first listing, where each is a request: who recognises and reads asks again and again."""
+    return store if store.parallel_reads == 1 else _ListedOnce(store)
+
+
 def delete_all(store: Store, names: Sequence[str]) -> None:
     """Remove files, in any order; see `Store`."""
     if (of_store := getattr(store, "delete_all", None)) is not None:
