@@ -362,7 +362,7 @@ def test_nothing_is_under_way_any_more_when_a_read_ahead_has_failed(tmp_path: Pa
             never.wait(0.1)
 
     class Far(Hooked):
-        parallel_reads = 8  # type: ignore[assignment]
+        parallel_reads = 8
 
     store = Far(LocalStore(tmp_path), begin, lambda operation: count(operation, "ended"))
     if way == "verify":
@@ -377,17 +377,22 @@ def test_of_very_many_files_few_are_open_at_a_time(tmp_path: Path) -> None:
     state = {f"w{at}": torch.full((4096,), float(at)) for at in range(200)}
     for at, (name, tensor) in enumerate(state.items(), 1):
         save_file({name: tensor}, tmp_path / f"model-{at:05d}-of-00200.safetensors")
-    is_open: set[int] = set()
+    is_open: set[str] = set()
     most = 0
 
     class Noting(Hooked):
         def open(self, name: str) -> Any:
             nonlocal most
             reader = super().open(name)
-            close, key = reader.close, id(reader)
-            is_open.add(key)
+            inner = reader.close
+
+            def close() -> None:
+                is_open.discard(name)
+                inner()
+
+            is_open.add(name)
             most = max(most, len(is_open))
-            reader.close = lambda: (is_open.discard(key), close())  # type: ignore[method-assign]
+            reader.close = close  # type: ignore[method-assign]
             return reader
 
     target = {name: torch.empty_like(each) for name, each in state.items()}

@@ -226,7 +226,7 @@ class ReadRounds:
 
     def _spans_in(self, answer: bytes) -> list[StoredSpan]:
         rows = of_form(a_list(answer), list[tuple[int, int, int]])
-        return [StoredSpan(*row, self._stored[row[0]]) for row in rows]
+        return [StoredSpan(ordinal, start, stop, self._stored[ordinal]) for ordinal, start, stop in rows]
 
     def _read_for_itself(self, reader: BatchReader, batches: Sequence[Batch], *, dry: bool) -> None:
         """Read, verify and use batches that no other rank needs; raises the same error on all if one could not."""
