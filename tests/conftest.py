@@ -20,6 +20,8 @@ from tests.tiers import LONG_SECONDS, function_of, slow_tests
 
 __all__ = ["anywhere_fake", "delays", "fake", "on_fake"]
 
+pytest.register_assert_rewrite(*(f"shardwise.testing.{each}" for each in ("channels", "formats", "stores")))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "fake"], default="cpu", help="where simulated ranks compute")

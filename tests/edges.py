@@ -1,7 +1,8 @@
 """The core works without its edges: `python -m tests.edges` takes one after the other away, and trains without it.
 
 Each edge is deleted from a copy of the source. There a process imports the core, trains two updates at each stage of
-sharding, under pp and under tp, evaluates, saves, and goes on from the save in one process.
+sharding, under pp and under tp, evaluates, saves, and goes on from the save in one process. The save is verified, and
+converted there and back to all other formats that are left.
 """
 
 import math
@@ -28,6 +29,12 @@ EDGES = {
     "packed weights": ["engine/packed"],
     "peft": ["engine/adapters.py", "plan/adapted_maps.py"],
     "trainers of others": ["hf", "lightning", "accelerate", "trainers"],
+    "averages of checkpoints": ["checkpoint/averages.py", "checkpoint/averaged_weights.py"],
+    "block scales": [f"checkpoint/{each}.py" for each in ("block_scales", "quantised_outputs", "scaled_weights")],
+    **{
+        f"the format {each}": [f"checkpoint/formats/{each}"] for each in ("huggingface", "dcp", "deepspeed", "megatron")
+    },
+    **{f"the format {each}": [f"checkpoint/formats/{each}.py"] for each in ("torch_save", "gguf")},
     "pictures": ["pictures"],
     "the command line": ["cli", "pictures", "train"],
 }
@@ -86,6 +93,21 @@ def train_core(folder: Path) -> None:
         assert all(math.isclose(*each, rel_tol=1e-5) for each in zip(found, expected, strict=True)), (
             f"{name}: {found}, and {expected} in one process"
         )
+    look_into(folder / "stage 3")
+
+
+def look_into(save: Path) -> None:
+    """Verify a save, compare it, and convert it."""
+    from shardwise import checkpoint
+    from shardwise.checkpoint.formats.registry import folder_planners
+
+    assert checkpoint.verify(save).good
+    checkpoint.convert(save, save.with_name(f"{save.name} whole"))
+    assert checkpoint.diff(save, save.with_name(f"{save.name} whole")).equal
+    for target in folder_planners().keys() - {"megatron"}:  # which asks for its own names
+        made = save.with_name(f"{save.name} as {target}")
+        checkpoint.convert(save, made, to=target)  # type: ignore[arg-type]  # any that is left
+        assert checkpoint.diff(save, made, model_only=True).equal, target
 
 
 def works_without(paths: list[str], folder: Path) -> bool:

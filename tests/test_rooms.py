@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
 
 from tests.edges import EDGES
 
@@ -117,6 +118,14 @@ def test_every_edge_of_the_engine_is_taken_away_by_the_check_of_the_core() -> No
     assert {f"engine/{edge}" for edge in edges} <= {path for paths in EDGES.values() for path in paths}
 
 
+def test_every_format_of_checkpoints_is_taken_away_by_the_check_of_the_core() -> None:
+    formats = SOURCE / "shardwise" / "checkpoint" / "formats"
+    files = [file for file in formats.rglob("*.py") if "\nFORMAT = Format(" in file.read_text(encoding="utf-8")]
+    homes = {f"checkpoint/formats/{file.parent.name if file.stem == '__init__' else file.name}" for file in files}
+    assert len(homes) > 3
+    assert homes == {path for paths in EDGES.values() for path in paths if path.startswith("checkpoint/formats/")}
+
+
 def test_torch_distributed_is_used_by_the_comm_room_and_the_double_of_nccl_only() -> None:
     users = [SOURCE / "shardwise" / room for room in ("comm", "testing")]
     others = [file for file in sorted(SOURCE.rglob("*.py")) if not any(map(file.is_relative_to, users))]
@@ -151,16 +160,26 @@ def own_names_in(text: str) -> set[str]:
     return found
 
 
-STAYING = re.compile(r"_(parameters|modules|buffers|foreach_\w+|scaled_dot_product_\w+|getframe|replace)")
+STAYING = re.compile(
+    r"_(parameters|modules|buffers|foreach_\w+|scaled_dot_product_\w+|getframe|current_frames|replace)"
+)
 """Of torch: see torch_private.py. Of Python: frames and named tuples."""
 OF_OTHERS = {"adapters.py", "evaluation_metrics.py"}
 """They read private names of peft, and of torchmetrics."""
 
 
-def test_private_names_of_torch_stand_in_one_file_of_the_engine() -> None:
-    texts = {file: file.read_text(encoding="utf-8") for file in sorted((SOURCE / "shardwise/engine").rglob("*.py"))}
-    of_torch = private_names_in(texts.pop(SOURCE / "shardwise/engine/torch_private.py"))
-    assert {"_C", "_cdata", "_forward_hooks"} <= of_torch
+@pytest.mark.parametrize(
+    ("room", "some"),
+    [
+        ("engine", {"_C", "_cdata", "_forward_hooks"}),
+        ("comm", {"_get_default_store", "_allgather_base", "_split_tensor", "_current_level"}),
+    ],
+)
+def test_private_names_of_torch_stand_in_one_file_of_a_room(room: str, some: set[str]) -> None:
+    files = sorted((SOURCE / "shardwise" / room).rglob("*.py"))
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    of_torch = private_names_in(texts.pop(SOURCE / "shardwise" / room / "torch_private.py"))
+    assert some <= of_torch
     own = set().union(*map(own_names_in, texts.values()))
     asked = {file: private_names_in(text) for file, text in texts.items() if file.name not in OF_OTHERS}
     # What is in quotes and known to neither is of a library of the user's, or an operator's name.

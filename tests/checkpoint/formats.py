@@ -12,11 +12,11 @@ import torch
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
+from shardwise.testing.formats import Format, Made, Whole
 from tests.checkpoint.cut_tensors import save_sharded
 from tests.checkpoint.megatron.folders import folders
 from tests.checkpoint.small_states import whole_state
 from tests.checkpoint.stored_values import random_state, save_dcp
-from tests.contracts.format_cases import Format, Made, Whole
 
 FILES = Path(__file__).with_name("foreign_files")
 DEEPSPEED = Path(__file__).with_name("deepspeed") / "folders"

@@ -20,7 +20,7 @@ from shardwise.checkpoint import (
     export_hf,
     import_hf,
 )
-from shardwise.checkpoint.foreign import read_foreign
+from shardwise.checkpoint.formats.registry import read_foreign
 from shardwise.checkpoint.saves import read_save
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES

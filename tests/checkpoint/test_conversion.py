@@ -168,7 +168,6 @@ REFUSED = Refusals(
     "checkpoint.conversion",
     {
         **{f"{to}: a folder that holds something": before(W, "full", to=to) for to in FOREIGN},
-        **{f"{to}: no local folder": before(W, "memory://bucket/x", to=to) for to in FOREIGN},
         **{f"{to}: damage": before(W, to=to, damage=True) for to in (*FOREIGN, "whole", "pieces")},
         **{f"{to}: nothing of a model": before({"optimizer/w/exp_avg": torch.ones(3)}, to=to) for to in FOREIGN},
         **{

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import obstore.store
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore, convert, whole_folders
-from shardwise.checkpoint.destinations import FolderTarget
+from shardwise.checkpoint import AsyncSaver, LocalStore, ObjectStore, convert, whole_folders
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
@@ -237,7 +237,7 @@ def test_a_torn_save_alone_is_no_checkpoint_and_is_named(before: Path, tmp_path:
 # Folders of other formats, which are there as a whole or not at all.
 
 
-def _killed(source: Path, target: Path, n: int, mode: Mode, to: FolderTarget) -> None:
+def _killed(source: Path, target: Path, n: int, mode: Mode, to: str) -> None:
     """A conversion that is killed at its n-th operation on the folder that it makes."""
 
     class Dying(LocalStore):
@@ -268,7 +268,7 @@ def _is_no_checkpoint(path: Path, moved: Path) -> bool:
 
 @pytest.mark.parametrize(("to", "mode"), [("hf", "half"), ("dcp", "before"), ("deepspeed-universal", "before")])
 def test_sigkill_at_any_operation_leaves_no_folder_or_a_whole_one(
-    tmp_path: Path, to: FolderTarget, mode: Mode, before: Path
+    tmp_path: Path, to: str, mode: Mode, before: Path
 ) -> None:
     parent = tmp_path / "into"
     target = parent / "model"
@@ -289,6 +289,46 @@ def test_sigkill_at_any_operation_leaves_no_folder_or_a_whole_one(
     assert same(tensors_of(target), whole_state(NEW))
     assert same(tensors_of(shutil.copytree(target, tmp_path / "copy")), whole_state(NEW))
     assert [each.name for each in parent.iterdir()] == ["model"]
+
+
+def in_objects(service: obstore.store.MemoryStore) -> ObjectStore:
+    return ObjectStore("s3://bucket/model", client=service)
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torchtitan", "deepspeed-universal"])
+def test_a_conversion_to_an_object_store_that_dies_or_fails_leaves_no_checkpoint_or_a_whole_one(
+    to: str, before: Path
+) -> None:
+    seen = set()
+    for n in range(1, 400):
+        service = obstore.store.MemoryStore()
+        store = DyingAt(in_objects(service), n, mode=("before", "half", "after")[n % 3])
+        with contextlib.suppress(Died):
+            convert(before / "source", store, to=to, max_shard_bytes=200)
+        try:
+            seen.add(same(tensors_of(in_objects(service)), whole_state(NEW)))
+        except CheckpointError:
+            assert store.dead
+        if not store.dead:
+            break
+        failing, fails = obstore.store.MemoryStore(), OSError(errno.EIO, os.strerror(errno.EIO))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            convert(before / "source", FailingAt(in_objects(failing), n, fails), to=to, max_shard_bytes=200)
+        assert list(in_objects(failing).names()) == []
+    assert seen == {True}
+    assert 8 < n < 399
+
+
+def test_files_without_numbers_are_not_written_one_after_the_other(tmp_path: Path, before: Path) -> None:
+    folder = tmp_path / "like"
+    convert(before / "source", folder, to="hf", max_shard_bytes=200)
+    index = folder / "model.safetensors.index.json"
+    for at, path in enumerate(sorted(folder.glob("*.safetensors"))):
+        path.rename(folder / f"part{at}.safetensors")
+        index.write_text(index.read_text().replace(path.name, f"part{at}.safetensors"))
+    convert(before / "source", tmp_path / "hf", to="hf", like=folder)
+    with pytest.raises(CheckpointError, match=r"'part0.safetensors', .* without a number .* would leave what is read"):
+        convert(before / "source", in_objects(obstore.store.MemoryStore()), to="hf", like=folder)
 
 
 def test_what_a_living_conversion_writes_is_left_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from shardwise.checkpoint import local
 from shardwise.checkpoint.local import LocalStore
-from tests.contracts.store_cases import content, put, read
+from shardwise.testing.stores import content, put, read
 from tests.forks.calls import exit_code_of
 
 NUM_PROCESSES, NUM_ROUNDS = 4, 50

@@ -92,9 +92,10 @@ def test_what_was_begun_after_a_commit_is_not_cleaned_up_with_it(tmp_path: Path)
     at_work = tmp_path / "save-00000002" / "0123abcd-rank00000.safetensors"
     at_work.parent.mkdir()
     at_work.write_bytes(b"begun")
-    clean_up(LocalStore(tmp_path), 1)
+    store = LocalStore(tmp_path)
+    clean_up(store, list_saves(store), 1)
     assert at_work.exists()
-    clean_up(LocalStore(tmp_path), 2)
+    clean_up(store, list_saves(store), 2)
     assert not at_work.exists()
     assert same(loaded(tmp_path)[0], whole_state(1))
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.comm import Channel, Recorded, alone, simulate
-from tests.contracts.channel_cases import CASES, run_all
-from tests.contracts.channel_oracles import Case
+from shardwise.testing.channels import Case, run_all
+from tests.contracts.channel_cases import CASES
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import obstore.store
 import pytest
+import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+import shardwise as sw
+from shardwise.checkpoint import AsyncSaver
 from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.objects import ObjectStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.stores import Store, store_of
 from shardwise.errors import CheckpointError
 from shardwise.keepers.keeper_host import OwnKeeper, socket_name
+from shardwise.testing.stores import CASES, Case, content, put, read
 from tests.contracts.object_file_system import ObjectFileSystem
-from tests.contracts.store_cases import CASES, Case, content, put, read
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -39,12 +44,18 @@ def on_objects(_: Path) -> tuple[Store, Store]:
     )
 
 
+def in_memory_of_obstore(_: Path) -> tuple[Store, Store]:
+    client = obstore.store.MemoryStore()
+    return ObjectStore("s3://bucket/run", client=client), ObjectStore("s3://bucket/run/", client=client)
+
+
 STORES: dict[str, Callable[[Path], tuple[Store, Store]]] = {
     "a local folder": lambda path: (LocalStore(path / "made" / "on demand"), LocalStore(f"{path}/made/on demand/")),
     "a local folder without hard links": lambda path: (LocalStore(path / "runs"), LocalStore(path / "runs")),
     "fsspec in memory": in_memory,
     "fsspec on local files": lambda path: (FsspecStore(f"file://{path}/runs"), store_of(f"local://{path}/runs/")),
     "fsspec on objects": on_objects,
+    "obstore in memory": in_memory_of_obstore,
 }
 
 
@@ -104,10 +115,10 @@ def test_only_the_wanted_range_is_asked_for(service: ObjectFileSystem, store: Fs
 def test_a_large_read_is_split_into_requests(
     service: ObjectFileSystem, store: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.remote._REQUEST_BYTES", 64)
+    monkeypatch.setattr("shardwise.checkpoint.remote.REQUEST_BYTES", 64)
     store.create("file", content(1000))
     assert read(store, "file", 10, 150) == content(1000)[10:160]
-    assert service.ranges == [(10, 74), (74, 138), (138, 160)]
+    assert sorted(service.ranges) == [(10, 74), (74, 138), (138, 160)]
 
 
 def test_a_file_that_shrank_after_it_was_opened_ends_early(service: ObjectFileSystem, store: FsspecStore) -> None:
@@ -179,17 +190,42 @@ def test_a_race_that_the_service_decides_has_one_winner(
     assert read(store, "manifest") == b"theirs"
 
 
-def test_a_package_that_would_overwrite_is_told_of() -> None:
-    class Old(ObjectFileSystem):
-        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:  # type: ignore[override]
-            self.objects[path] = bytes(value)
+class Overwriting(ObjectFileSystem):
+    """As a service without conditional writes, or a package that does not ask for them."""
 
-    store = FsspecStore("objects://bucket/run", file_system=Old({}))
-    with pytest.warns(
-        UserWarning, match=r"^Old of tests is too old to create .*run at a time may overwrite each other"
-    ):
-        store.create("file", b"x")
-    assert list(store.names()) == ["file"]
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:  # type: ignore[override]
+        self.objects[path] = bytes(value)
+
+
+def test_a_service_that_overwrites_is_refused_before_anything_is_saved_there() -> None:
+    service = Overwriting({})
+    store = FsspecStore("objects://bucket/run", file_system=service)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"run.* cannot be created: it was created twice, .*If-None-Match"):
+            sw.save(store, {"w": torch.ones(2)})
+    assert service.objects == {}
+
+
+@pytest.mark.parametrize("kind", ["fsspec on objects", "obstore in memory"])
+def test_whether_a_service_decides_is_asked_once_and_leaves_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puts: list[bytes] = []
+    store: Any = STORES[kind](tmp_path)[0]
+    put = type(store)._put
+
+    def count(self: Any, path: str, data: bytes) -> None:
+        puts.append(data)
+        put(self, path, data)
+
+    monkeypatch.setattr(type(store), "_put", count)
+    with AsyncSaver(store) as saver:
+        for seed in range(3):
+            saver.save({"w": torch.full((2,), float(seed))})
+    manifests = [data for data in puts if data.startswith(b"{")]
+    assert puts == [b"first", b"second", *manifests]
+    assert len(manifests) == 3
+    assert not [name for name in store.names() if "report" in name]
 
 
 def test_a_missing_bucket_is_not_made(
@@ -248,7 +284,8 @@ def test_an_address_says_what_it_needs_when_that_is_missing(monkeypatch: pytest.
 
     monkeypatch.setattr(builtins, "__import__", without_s3fs)
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(CheckpointError, match=r"s3://bucket/x cannot be reached: Install s3fs"):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(CheckpointError, match=r"s3://bucket/x cannot be reached: Install s3fs.* shardwise\[object\]"):
         store_of("s3://bucket/x")
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"memory://x needs fsspec: pip install shardwise\[object\]"):

@@ -67,7 +67,8 @@ def test_modes_are_taken_off_and_put_back_in_order() -> None:
     """Otherwise trials of calls would be seen by modes of the program, and threads would compute without these."""
     with AnsweringMode() as lower, AnsweringMode() as upper:
         assert private.function_modes() == [lower, upper]
-        assert private.top_function_mode() is upper
+        assert private.num_function_modes() == 2
+        assert private.function_mode_at(1) is upper
         assert [private.pop_function_mode() for _ in (upper, lower)] == [upper, lower]
         assert isinstance(torch.ones(2), torch.Tensor)
         for each in (lower, upper):

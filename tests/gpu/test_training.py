@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
-from tests.contracts.channel_cases import run_all
+from shardwise.testing.channels import run_all
 from tests.gpu.conftest import Place, runs
 from tests.gpu.layouts import CELLS, LAYOUTS, STEPS, engine_of, full, plain, plan_of, share
 

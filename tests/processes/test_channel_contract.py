@@ -3,9 +3,9 @@
 import pytest
 
 from shardwise.comm import Channel
+from shardwise.testing.channels import Case, run_all
 from shardwise.testing.library import compiler
-from tests.contracts.channel_cases import CASES, run_all, run_case
-from tests.contracts.channel_oracles import Case
+from tests.contracts.channel_cases import CASES, run_case
 from tests.processes.pool import SHARED_MEMORY, STRICT_AT_ONCE, STRICT_DEVICE, TCP, Pool, Transport
 
 MIXED = Transport(without_shared_memory=(0,))

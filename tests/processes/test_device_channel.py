@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise import errors
 from shardwise.comm import Channel, Work
 from shardwise.comm.device_channel import DeviceChannel
 from shardwise.comm.processes import ProcessChannel
 from shardwise.errors import CallMismatchError, PeerError
 from shardwise.testing import strict
+from shardwise.testing.channels.faults import refuse_message
+from shardwise.testing.channels.oracles import assert_same_bits, gather_and_check, given, part_of, values
 from shardwise.testing.library import compiler
 from tests.contracts.channel_cases import run_case
-from tests.contracts.channel_fault_cases import refuse_message
-from tests.contracts.channel_oracles import assert_same_bits, gather_and_check, given, part_of, values
 from tests.processes.pool import STRICT_DEVICE, Pool, Transport
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
@@ -81,7 +82,7 @@ def close_while_another_thread_looks(channel: Channel) -> None:
     assert isinstance(made.control, ProcessChannel)
     message(made, "send").wait()  # connects both, so that the next operation begins in its call
     torch.accelerator.synchronize()
-    refuse_message(made, given(made, 3, torch.float32), given(made, 5, torch.float32), ["apples", "apples"])
+    refuse_message(made, errors, given(made, 3, torch.float32), given(made, 5, torch.float32), ["apples", "apples"])
     board, looks = made.control.board, threading.Event()
 
     def look() -> None:

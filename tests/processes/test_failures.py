@@ -3,9 +3,11 @@
 Each fault is tried over each way in which ranks are connected. Between devices survivors block in a read of theirs.
 """
 
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -127,14 +129,17 @@ def test_ranks_that_wait_for_each_other_learn_what_the_other_waits_for(pool: Poo
         assert f"it waits for rank {1 - blamed} in receive for 'parcel {blamed}'" in text or "devices" in transport
 
 
+def stay() -> None:
+    signal.alarm(200)
+    signal.pause()
+
+
 def die_with_a_child(channel: Channel) -> Told:
-    """Rank 1 leaves a forked child behind, as a data loader would."""
+    """Rank 1 leaves a forked worker behind, as a data loader would."""
     if channel.rank == 1:
-        child = os.fork()
-        if not child:
-            signal.alarm(200)
-            signal.pause()
-        channel.exchange(str(child).encode(), purpose="child")
+        worker = multiprocessing.get_context("fork").Process(target=stay)
+        worker.start()
+        channel.exchange(str(worker.pid).encode(), purpose="child")
         os.kill(os.getpid(), signal.SIGKILL)
     child = int(channel.exchange(b"", purpose="child")[1])
     found = told(channel, lambda: begin_sum(channel).wait())
@@ -145,6 +150,20 @@ def die_with_a_child(channel: Channel) -> Told:
 @either
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(pool: Pool, transport: Transport) -> None:
     assert pool.run(2, die_with_a_child, transport=transport, lost=[1])[0][0].startswith("rank 1 is gone")
+
+
+def make_another(channel: Channel) -> bool:
+    """Whether hooks of the process are as they were once there is another channel."""
+    before = sys.excepthook
+    with mock.patch("os.register_at_fork") as registered:
+        another = processes(device=torch.device("cpu"))
+    is_same = sys.excepthook is before and not registered.called
+    another.close()
+    return is_same
+
+
+def test_to_make_a_channel_changes_no_hook_of_the_process(pool: Pool) -> None:
+    assert pool.run(2, make_another) == [True, True]
 
 
 def call_in_a_child(channel: Channel) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
 from shardwise.routes.reshard import plan_reshard
-from shardwise.routes.reshard_plan import Lot, ReshardPlan, batches_of, stretch_bytes
+from shardwise.routes.reshard_plan import Lot, ReshardPlan, batches_of, message_bytes
 from shardwise.space import Box, Piece
 from shardwise.space.moves import BlockPart
 from tests.costs import calls_in
@@ -138,13 +138,13 @@ def test_batches_have_every_element_once_and_no_more_bytes_than_they_may(
             route = plan.routes[plan.tensors[lot.tensor][1]]
             for at in range(len(route.shares)) if lot.share is None else [lot.share]:
                 share = route.shares[at]
-                start, stop = lot.stretch(share.num_elements)
+                start, stop = lot.bounds(share.num_elements)
                 gone.setdefault((lot.tensor, at), []).extend(range(start, stop))
                 order.append((lot.tensor, at))
                 giver, taker = route.ranks(share)
                 if giver != taker:
-                    out[giver] += stretch_bytes(stop - start, route.dtype)
-                    into[taker] += stretch_bytes(stop - start, route.dtype)
+                    out[giver] += message_bytes(stop - start, route.dtype)
+                    into[taker] += message_bytes(stop - start, route.dtype)
         assert max(*out, *into) <= max_bytes // 4
     shares = {
         (tensor, at): list(range(share.num_elements))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.space import BlockPart, Box, Mesh, Move, Piece, moves, overlap
-from shardwise.space.moves import stretch_of
+from shardwise.space.moves import moves_between
 from shardwise.space.pieces import reach
 from tests.space.layouts import Cut, Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, piece_pairs, pieces_of, proven, shapes
@@ -98,7 +98,7 @@ def test_a_run_to_a_tensor_with_a_shape_keeps_the_dims() -> None:
         Move((1, 3), BlockPart(10, (1, 3), (0, 0)), BlockPart(0, (4, 8), (2, 0))),
     ]
     for start, stop in combinations(range(14), 2):
-        assert pairs_of(stretch_of(found, start, stop)) == pairs_of(found)[start:stop]
+        assert pairs_of(moves_between(found, start, stop)) == pairs_of(found)[start:stop]
 
 
 def test_work_does_not_grow_with_the_tensor() -> None:
@@ -122,7 +122,7 @@ def test_a_stretch_is_the_same_elements_in_the_same_order(pair: tuple[Piece, Pie
     every = pairs_of(found)
     start = data.draw(st.integers(0, len(every)))
     stop = data.draw(st.integers(start, len(every)))
-    stretch = list(stretch_of(found, start, stop))
-    assert pairs_of(stretch) == every[start:stop]
-    assert all(move.num_elements for move in stretch)
-    assert len(stretch) <= len(found) + 4 * len(pair[0].global_shape)
+    between = list(moves_between(found, start, stop))
+    assert pairs_of(between) == every[start:stop]
+    assert all(move.num_elements for move in between)
+    assert len(between) <= len(found) + 4 * len(pair[0].global_shape)

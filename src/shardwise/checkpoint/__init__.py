@@ -13,10 +13,12 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     export_hf        lost
     prune            remove old saves
     TorchState       a plain model with its optimizers, as a state
-    Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
+    Store            where bytes go: `LocalStore`, `ObjectStore`, `FsspecStore`, or your own
 """
 
-from shardwise.checkpoint.averages import AverageReport, average
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
@@ -28,16 +30,20 @@ from shardwise.checkpoint.import_export import export_hf, import_hf
 from shardwise.checkpoint.inspection import Catalogue, VerifyReport, open, verify, verify_all  # noqa: A004 - the promised name
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.objects import ObjectStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.replicas import Replicas
 from shardwise.checkpoint.saves import prune
 from shardwise.checkpoint.saving import save
-from shardwise.checkpoint.scaled_weights import dequantising
 from shardwise.checkpoint.states import Ordered, Positioned, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
 from shardwise.checkpoint.ways_back import inverse_like, recorded_rewrite, way_back
 from shardwise.checkpoint.weight_streams import StreamReport, stream
+
+if TYPE_CHECKING:  # what is loaded when it is first used: the rest works without it
+    from shardwise.checkpoint.averages import AverageReport, average
+    from shardwise.checkpoint.scaled_weights import dequantising
 
 __all__ = [
     "Address",
@@ -53,6 +59,7 @@ __all__ = [
     "LoadReport",
     "Loaded",
     "LocalStore",
+    "ObjectStore",
     "Ordered",
     "Positioned",
     "Reader",
@@ -89,3 +96,11 @@ __all__ = [
     "verify_all",
     "way_back",
 ]
+
+if not TYPE_CHECKING:
+    _FILE_OF = {"AverageReport": "averages", "average": "averages", "dequantising": "scaled_weights"}
+
+    def __getattr__(name: str) -> object:
+        if name not in _FILE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

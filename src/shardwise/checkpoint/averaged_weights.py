@@ -10,22 +10,12 @@ optimizer/v/master          float32               the same: v is frozen, and has
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, TypeAlias, get_args
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.outputs import model_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import AVERAGE, MASTER, split_state_name
 from shardwise.plan.saved_settings import OF_RUNS
-
-Weights: TypeAlias = Literal["current", "average"]
-"""The weights as training left them, or the averages that it kept of them."""
-
-
-def check_weights(weights: object) -> None:
-    """Raise CheckpointError for what is not one of the two."""
-    if weights not in get_args(Weights):
-        raise CheckpointError(f'weights is {weights!r}; give "current" or "average"')
 
 
 def with_averages(contents: Contents) -> tuple[Contents, Mapping[str, str]]:

@@ -15,10 +15,11 @@ from typing import Final, Literal, get_args
 
 import torch
 
+from shardwise.checkpoint.comparison import compared
 from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
 from shardwise.checkpoint.destinations import Progress
-from shardwise.checkpoint.huggingface_files import ConfigPath, as_extra
+from shardwise.checkpoint.model_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import OutputReader, Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
@@ -313,16 +314,10 @@ class _AveragedOutputs(Outputs):
             raise CheckpointError(*findings, advice, about="these checkpoints cannot be averaged")
         return tuple(differing)
 
-    def _unequal(self, tensors: Mapping[str, StoredTensor], at: int) -> dict[str, None]:
-        readers = [self.sides[each].reader(DataFiles(self.stores[each])) for each in (0, at)]
-        found: dict[str, None] = {}
-        for window in self.windows([each.whole for each in tensors.values()]):
-            ours = readers[0].read(window)
-            theirs = readers[1].read([_in(self.sides[at], piece) for piece in window])
-            for piece, mine, yours in zip(window, ours, theirs, strict=True):
-                if not torch.equal(mine.view(torch.uint8), yours.view(torch.uint8)):
-                    found[piece.name] = None
-        return found
+    def _unequal(self, tensors: Mapping[str, StoredTensor], at: int) -> list[str]:
+        readers = self.sides[0].reader(DataFiles(self.stores[0])), self.sides[at].reader(DataFiles(self.stores[at]))
+        pairs = [(each.whole, _in(self.sides[at], each.whole)) for each in tensors.values()]
+        return [pairs[number][0].name for number in compared(pairs, readers[0].read, readers[1].read)]
 
 
 class _MeanReader:

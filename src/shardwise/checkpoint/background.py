@@ -3,7 +3,7 @@
 [1] describe   as in `saving`, on the caller's thread, because it talks to the other ranks
 [2] snapshot   what this rank writes is copied into memory that all saves use, one after the other (`snapshots`)
 [3] write      a thread writes the file, and leaves a report in the store: threads never use the channel
-[4] commit     rank 0's thread creates the manifest when all reports are there
+[4] commit     rank 0's thread creates the manifest when all reports are there, and removes older saves
 
     rank 0   train   [1] [2]   train ...............   wait   verdict by all
                thread       [3] . looks for reports . [4]
@@ -34,7 +34,7 @@ from shardwise.checkpoint.saving import Arguments, Prepared, Retention, SaveMemo
 from shardwise.checkpoint.snapshots import Snapshot, SnapshotCounters
 from shardwise.checkpoint.state_pieces import Held
 from shardwise.checkpoint.states import SomeData, State, wrong_rewrite
-from shardwise.checkpoint.stores import Address, read_whole
+from shardwise.checkpoint.stores import Address, delete_all, read_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.processes import channel_of
@@ -56,7 +56,7 @@ class AsyncSaver:
     path, rewrite, channel: as for `save`. layout: of the files; for "whole" the tensors are brought together before
     `save` returns, and only writing happens in the background.
     timeout_seconds: how long rank 0 waits until it sees what the other ranks have written, once all have ended.
-    keep, keep_every: as for `save`; older saves are removed at the call that finds a save committed.
+    keep, keep_every: as for `save`; older saves are removed in the background too, when one is committed.
 
     Opening it with a channel of several ranks is a collective call: rank 0 writes a small file, and all look for it.
     All raise CheckpointError if one does not find it, or the write fails. Without one, the first `save` does.
@@ -133,7 +133,7 @@ class AsyncSaver:
             prepared = prepare(channel, self._path, state, arguments, self._memory)
             self._take_snapshot(prepared, channel)
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
-        self._task = _SaveTask(prepared, channel, self._snapshot, self._timeout_seconds)
+        self._task = _SaveTask(prepared, channel, self._snapshot, self._timeout_seconds, self._retention)
         self._task.start()
 
     def wait(self) -> SaveReport | None:
@@ -183,7 +183,6 @@ class AsyncSaver:
         except CheckpointError:
             task.discard(channel.rank or None)  # no rank writes any more: rank 0 removes what those left that are lost
             raise
-        self._retention.apply(self._path, channel)
         return task.prepared.report(channel.rank)
 
     def check(self) -> SaveReport | None:
@@ -227,7 +226,7 @@ class AsyncSaver:
             self._task.give_up_waiting()
             self._task.join()
             if self._task.refusal is not None:
-                error.add_note(f"shardwise: the save under way was not made: {self._task.refusal}")
+                error.add_note(f"shardwise: {self._task.complaint}")
             self._task.collect()
             self._task = None
 
@@ -267,9 +266,18 @@ class _EchoError(Exception):
 class _SaveTask(threading.Thread):
     """One save in the background, seen from one rank."""
 
-    def __init__(self, prepared: Prepared, channel: Channel, snapshot: Snapshot, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        channel: Channel,
+        snapshot: Snapshot,
+        timeout_seconds: float,
+        retention: Retention,
+    ) -> None:
         super().__init__(name="shardwise-save")
         self.prepared = prepared
+        self._retention = retention
+        self._is_committed = False
         self.refusal: ShardwiseError | None = None
         self.is_echo = False
         """Whether it failed because another rank did."""
@@ -291,7 +299,13 @@ class _SaveTask(threading.Thread):
 
     def _tell(self) -> None:
         if self.refusal is not None and not self._collected:
-            print(f"shardwise: a save in the background was not made: {self.refusal}", file=sys.stderr)
+            print(f"shardwise: {self.complaint}", file=sys.stderr)
+
+    @property
+    def complaint(self) -> str:
+        """What went wrong, for a program that no call has told of it."""
+        what = "older saves were not removed" if self._is_committed else "a save in the background was not made"
+        return f"{what}: {self.refusal}"
 
     def give_up_waiting(self) -> None:
         """Do not wait for reports that are not there yet."""
@@ -374,12 +388,17 @@ class _SaveTask(threading.Thread):
             checksums = bytes.fromhex(report["checksums"])
             written.append(Written.unpack(checksums, arrangement.file(rank), block_bytes))
         self.others_have_ended()  # all have reported
-        commit(self._store, self.prepared.attempt, arrangement, written, self.prepared.description, again=again)
+        attempt = self.prepared.attempt
+        saves = commit(self._store, attempt, arrangement, written, self.prepared.description, again=again)
+        self._is_committed = True
+        with contextlib.suppress(OSError):  # the next save removes them
+            delete_all(self._store, self._awaited())
+        # Here, and not in `wait`: with many ranks it takes a while, and training goes on.
+        self._retention.apply(self._store, saves)
 
     def _reports(self, again: Callable[[], bool]) -> list[dict[str, str]]:
         """What the other ranks have left, in rank order."""
-        attempt = self.prepared.attempt
-        awaited = [attempt.folder + attempt.report_file(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
+        awaited = self._awaited()
         # One listing for all: on an object store a request per rank and pause would be many.
         while missing := set(awaited) - self._names():
             if not again():
@@ -393,6 +412,11 @@ class _SaveTask(threading.Thread):
                     "finished its file, or does not share this storage; nothing was committed"
                 )
         return [json.loads(read_whole(self._store, name)) for name in awaited]
+
+    def _awaited(self) -> list[str]:
+        """The reports of the other ranks, in rank order."""
+        attempt = self.prepared.attempt
+        return [attempt.folder + attempt.report_file(rank) for rank in range(1, self.prepared.arrangement.num_ranks)]
 
     def _names(self) -> set[str]:
         folder = self.prepared.attempt.folder.rstrip("/")

@@ -23,7 +23,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of
 from shardwise.rewrite import TensorMeta
-from shardwise.rewrite.op_steps import Quantises
+from shardwise.rewrite.verbs.quantise import Rescaling
 from shardwise.space import Box, Move, Piece
 
 _AT_ONCE = 1 << 18
@@ -85,7 +85,7 @@ def _as_float32(scales: torch.Tensor) -> torch.Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).to(torch.float32)
 
 
-def quantise(values: torch.Tensor, step: Quantises, *, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(values: torch.Tensor, step: Rescaling, *, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements and the scales of float32 values that begin with a block. `name` is what errors call the tensor.
 
     Raises CheckpointError for values that are not finite.

@@ -11,7 +11,6 @@ A difference is fine where the rewrite drops or rounds: the tensor is lossy, wit
 fault of ours, an error, and leaves no save.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.checkpoint.comparison import compared
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.elements import with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
@@ -29,15 +29,11 @@ from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.stores import Store
-from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
 from shardwise.rewrite.metas import holds_nans, keeps_values
-from shardwise.rewrite.op_steps import Quantises
 from shardwise.rewrite.strided_views import scales_of
-
-_COMPARED_AT_ONCE = 1 << 20
-"""Elements that are compared in float64 at a time."""
+from shardwise.rewrite.verbs.quantise import Rescaling
 
 _FORMAT = "shardwise round trip 1"
 
@@ -206,7 +202,7 @@ def certify_return(
         back=as_they_are(written) if view is None else rewritten(view_back(contents, view, written)),
     )
     # Out of the store, and not from memory: what was written is what a certificate is about.
-    passing = PassingDigests(written)
+    passing = PassingDigests(written.tensors)
     digests, returned = trip.digests(known, passing)
     # Bytes may be equal where the kind is not: [2, 3] and [3, 2], or int32 and float32.
     differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
@@ -306,18 +302,17 @@ class _RoundTrip:
         checked = self.checked
         if checked is None or not checked.quantises:
             return {}
-        found = {name for name in names if _quantised_to(checked, self.sent.tensors[name])}
-        sent = self._only(self.sent, found)
-        readers = sent.reader(DataFiles(self.source)), self.back.reader(DataFiles(self.store))
-        errors = dict.fromkeys(found, (0.0, 0.0))
-        for window in sent.windows([each.whole for each in sent.tensors.values()]):
-            back = [replace(piece, name=self._found(piece.name)) for piece in window]
-            for piece, mine, other in zip(window, readers[0].read(window), readers[1].read(back), strict=True):
-                for part, returned in zip(mine.split(_COMPARED_AT_ONCE), other.split(_COMPARED_AT_ONCE), strict=True):
-                    here = _errors(part.to(torch.float64), returned.to(torch.float64))
-                    error, relative = map(max, errors[piece.name], here)
-                    errors[piece.name] = error, relative
-        return errors
+        tensors = [self.sent.tensors[name] for name in names]
+        pairs = [
+            (each.whole, replace(each.whole, name=self._found(each.name)))
+            for each in tensors
+            if _quantised_to(checked, each)
+        ]
+        different = compared(
+            pairs, self.sent.reader(DataFiles(self.source)).read, self.back.reader(DataFiles(self.store)).read
+        )
+        errors = {pairs[at][0].name: (each.max_difference, each.max_relative) for at, each in different.items()}
+        return {piece.name: errors.get(piece.name, (0.0, 0.0)) for piece, _ in pairs}
 
     def changes_kind(self, name: str) -> bool:
         """Whether a tensor comes back in another dtype or shape."""
@@ -399,17 +394,10 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
     return ", ".join(lost)
 
 
-def _quantised_to(checked: Checked, tensor: StoredTensor) -> Quantises | None:
+def _quantised_to(checked: Checked, tensor: StoredTensor) -> Rescaling | None:
     """How a source, or a part of it, is quantised; None where it is not."""
     fragments = checked.push(tensor.name, tensor.whole.box)
     return next(filter(None, [checked.quantised(each.other) for each in fragments]), None)
-
-
-def _errors(elements: torch.Tensor, returned: torch.Tensor) -> tuple[float, float]:
-    """The largest difference, and the largest in relation to the element."""
-    differences = (elements - returned).abs()
-    relative = (differences / elements.abs())[elements != 0]
-    return float(differences.max()), float(relative.max()) if len(relative) else 0.0
 
 
 def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
@@ -439,17 +427,9 @@ def _digests(
     passing: PassingDigests | None = None,
 ) -> dict[str, str]:
     """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
-    # One for each tensor: large ones come in several windows, between which others may come.
-    sums = {name: hashlib.sha256() for name in outputs.tensors}
-    for name, elements in _elements(store, outputs, passing):
-        for part in changed(elements):
-            sums[name].update(bytes_of(part.view(torch.uint8)))
-    return {name: each.hexdigest() for name, each in sums.items()}
-
-
-def _elements(store: Store, outputs: Outputs, passing: PassingDigests | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The elements of every output, some at a time and flat: they hold until the next."""
+    found = PassingDigests(outputs.tensors, changed)
     reader = outputs.reader(DataFiles(store), digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
-            yield piece.name, elements
+            found.see(piece, elements)
+    return dict(found.found)

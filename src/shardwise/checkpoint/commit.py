@@ -16,7 +16,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -24,12 +24,12 @@ from typing import Any
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign import format_of
+from shardwise.checkpoint.formats.registry import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
 from shardwise.checkpoint.safetensors_files import DataFile
-from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, storing
-from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.checkpoint.saves import Listing, clean_up, folder_of, listing_of, newest_after, read_head, storing
+from shardwise.checkpoint.stores import Address, Store, reason, sizes_of, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, texts_in, understood
 from shardwise.errors import CheckpointError, few_of
@@ -44,6 +44,8 @@ class Attempt:
     """Of the save that it wants to become."""
     id: str
     """With which the names of its files begin."""
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """Of the files that were in the store when it was begun; on the rank that has begun it."""
 
     @property
     def folder(self) -> str:
@@ -137,9 +139,24 @@ class SaveReport:
 
 
 def begin(store: Store) -> Attempt:
-    """The next attempt in `store`: the number after the newest committed save, and a new id."""
+    """The next attempt in `store`, which is about to write: see `place_in`. Raises CheckpointError for a store that
+    does not say which of two savers was first.
+    """
+    attempt = place_in(store)
+    if (check := getattr(store, "check_creation", None)) is not None:
+        name = attempt.folder + attempt.probe_file
+        with storing(store, name, "created"):
+            check(name)
+    return attempt
+
+
+def place_in(store: Store) -> Attempt:
+    """Where the next attempt writes: the number after the newest committed save, and a new id. Nothing is written.
+
+    Raises CheckpointError for a store that has no place for saves.
+    """
     with storing(store, "", "listed"):
-        names = list(store.names())
+        names = tuple(store.names())
     listing, kind = listing_of(names, location=store.location), format_of(names)
     if kind not in (None, "shardwise"):
         raise CheckpointError(
@@ -153,7 +170,7 @@ def begin(store: Store) -> Attempt:
             "to another one"
         )
     # The id is random: two programs that begin at once see the same saves and choose the same number.
-    return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4))
+    return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4), names=names)
 
 
 def _free_number(store: Store, number: int) -> int:
@@ -172,9 +189,10 @@ def commit(
     description: Description,
     *,
     again: Callable[[], bool] = lambda: False,
-) -> None:
+) -> Listing:
     """Make the attempt a save: called by one rank when all have reported. Afterwards the rest of torn saves is removed.
 
+    Returns the saves that there are now: those of when it was begun, and this one.
     again: called while a rank's file is not visible here, as on network file systems for some seconds. Pauses, and says
         whether to look once more.
     Raises CheckpointError when another saver was faster, a rank's file is not visible here, replicas differ, or the
@@ -186,11 +204,8 @@ def commit(
     sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}
     # Before the manifest: a save whose files not everybody can see would be committed, and not load.
     while problems := _unseen_files(store, attempt, sizes):
-        with storing(store, "", "listed"):
-            committed = list_saves(store).committed
-        # Then the files are not late: the saver that committed this number has removed ours as left over.
-        if attempt.number in committed:
-            raise _lost(store, attempt.number)
+        # If the number is taken, the files are not late: the saver that committed it has removed ours as left over.
+        _refuse_when_late(store, attempt, after=attempt.number - 1)
         if not again():
             raise CheckpointError(*problems)
     files = [
@@ -233,11 +248,16 @@ def commit(
         extra=dict(description.extra),
         settings=dict(description.settings),
     )
-    _refuse_when_late(store, attempt)
+    # After a newer save, files of older attempts may be removed.
+    _refuse_when_late(store, attempt, after=attempt.number)
     _create_manifest(store, attempt, head.pack())
+    # Not listed again: many saves of many ranks are many names.
+    own = [attempt.folder + name for name in (MANIFEST, *(each.name for each in (*files, *tables)))]
+    listing = listing_of([*attempt.names, *own], location=store.location)
     # The save stands. What cannot be removed now goes with the next one.
     with contextlib.suppress(OSError, CheckpointError):
-        clean_up(store, attempt.number)
+        clean_up(store, listing, attempt.number)
+    return listing
 
 
 def discard(store: Store, attempt: Attempt, rank: int | None) -> None:
@@ -262,32 +282,26 @@ def _unseen_files(store: Store, attempt: Attempt, sizes: dict[int, int]) -> list
     Those that are there are taken out of `sizes`: nobody looks at them again.
     """
     problems = []
-    for rank, num_bytes in list(sizes.items()):
-        name = attempt.folder + attempt.data_file(rank)
-        try:
-            reader = store.open(name)
-            # The size as well: a network file system may show a file before all of its bytes.
-            seen = reader.size
-            reader.close()
-        except OSError as error:
-            seen, why = -1, reason(error)
-        else:
-            why = f"it has {seen} bytes instead of {num_bytes}"
-        if seen != num_bytes:
-            problems.append(
-                f"rank {rank} has written {store.location}/{name}, but rank 0 does not find all of it there ({why}). "
-                "Save to storage that all ranks share. Nothing was committed"
-            )
-        else:
+    names = {rank: attempt.folder + attempt.data_file(rank) for rank in sizes}
+    # The size as well: a network file system may show a file before all of its bytes.
+    found = sizes_of(store, names.values(), folder=attempt.folder)
+    for rank, name in names.items():
+        if (seen := found[name]) == sizes[rank]:
             del sizes[rank]
+            continue
+        why = seen if isinstance(seen, str) else f"it has {seen} bytes instead of {sizes[rank]}"
+        problems.append(
+            f"rank {rank} has written {store.location}/{name}, but rank 0 does not find all of it there ({why}). "
+            "Save to storage that all ranks share. Nothing was committed"
+        )
     return problems
 
 
-def _refuse_when_late(store: Store, attempt: Attempt) -> None:
-    """Raise CheckpointError where a newer save is there by now, after which files of older attempts may be removed."""
+def _refuse_when_late(store: Store, attempt: Attempt, *, after: int) -> None:
+    """Raise CheckpointError where a save with a number above `after` is there by now."""
     with storing(store, "", "listed"):
-        newest = max(list_saves(store).committed, default=0)
-    if newest > attempt.number:
+        newest = newest_after(store, after)
+    if newest:
         raise _lost(store, newest)
 
 

@@ -98,7 +98,7 @@ class Contents:
     """What a checkpoint holds. Formats without a feature leave its field at the default."""
 
     format: str
-    """"shardwise", "safetensors", "dcp", "deepspeed", "megatron", "torch" or "gguf"."""
+    """"shardwise", "safetensors", "dcp", "deepspeed", "megatron", "torch", "gguf", or that of another package."""
     location: str
     """What to call it in messages: the path or address of the save."""
     tensors: Mapping[str, StoredTensor]

@@ -12,11 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
-from shardwise.checkpoint.averaged_weights import Weights, check_weights, with_averages
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
-    FolderTarget,
     Progress,
     WrittenCopy,
     check_save,
@@ -25,8 +23,9 @@ from shardwise.checkpoint.destinations import (
     make_save,
     plan_folder,
 )
-from shardwise.checkpoint.foreign import read_foreign
-from shardwise.checkpoint.huggingface_files import (
+from shardwise.checkpoint.formats.registry import folder_planners, read_foreign
+from shardwise.checkpoint.likeness import Likeness
+from shardwise.checkpoint.model_files import (
     ConfigPath,
     as_extra,
     files_beside,
@@ -37,28 +36,28 @@ from shardwise.checkpoint.huggingface_files import (
     model_files,
     parsed_config,
 )
-from shardwise.checkpoint.likeness import Likeness
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.renamed_settings import with_vocabulary
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.states import check_arguments
-from shardwise.checkpoint.stores import Address, Store, reason, store_of
-from shardwise.checkpoint.whole_folders import check_folder
+from shardwise.checkpoint.states import Weights, check_arguments, check_weights
+from shardwise.checkpoint.stores import Address, Store, refusals, store_of
+from shardwise.checkpoint.whole_folders import check_folder, location_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.compiled_ops import QUANTISED
 from shardwise.rewrite.sections import uncollected
 from shardwise.rewrite.spelling import quoted
+from shardwise.rewrite.verbs.quantise import QUANTISED
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
-Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from.
+Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from. Formats of other packages add
+their own: see `formats.registry`.
 """
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -224,6 +223,8 @@ def _planned(
     form = None if like is None else Likeness.of(like)
     contents = read_contents(store, step=step)
     if weights == "average":
+        from shardwise.checkpoint.averaged_weights import with_averages  # the core works without it
+
         contents, dtypes = with_averages(contents)
         narrower = {name: each for name, each in dtypes.items() if each != contents.tensors[name].dtype}
         if narrower and to == "hf" and dtype is None and like is None:
@@ -245,8 +246,11 @@ def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Con
 
 def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
-    if to not in get_args(ConvertTarget):
-        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(ConvertTarget))}")
+    planners = folder_planners()
+    ours = [each for each in get_args(ConvertTarget) if each in ("pieces", "whole") or each in planners]
+    targets = [*ours, *(each for each in planners if each not in ours)]
+    if to not in targets:
+        raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(targets)}")
 
 
 def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -> None:
@@ -380,7 +384,7 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            digests = PassingDigests(self.outputs.contents) if certify else None
+            digests = PassingDigests(self.outputs.contents.tensors) if certify else None
             added = {} if has_them else as_extra(kept)
             made = make_save(self.store, self.outputs, store, to, added, progress, digests)
             certificate = None if digests is None else self._certified_save(store, made, digests)
@@ -395,51 +399,54 @@ class Conversion:
         """Certify a save, or remove it."""
         # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
-        try:
-            # Read anew, not kept from the writing: what is certified is what a later reader finds.
-            written = read_save(store, made.number)
-            certificate = self._certify(store, written, made.location, digests)
-            store.create(name, certificate.pack())
-        except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
-            with contextlib.suppress(CheckpointError, OSError, EOFError):
-                remove_save(store, list_saves(store), made.number)
-            if not isinstance(error, OSError | EOFError):
+        removed = "; without its certificate the save was removed again"
+        with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
+            try:
+                # Read anew, not kept from the writing: what is certified is what a later reader finds.
+                written = read_save(store, made.number)
+                certificate = self._certify(store, written, made.location, digests)
+                store.create(name, certificate.pack())
+            except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
+                with contextlib.suppress(CheckpointError, OSError, EOFError):
+                    remove_save(store, list_saves(store), made.number)
                 raise
-            raise CheckpointError(
-                f"{store.location}/{name} cannot be written: {reason(error)}; without its certificate the save was "
-                "removed again"
-            ) from error
         return certificate
 
     def to_folder(
         self,
         destination: Address,
-        to: FolderTarget,
+        to: str,
         *,
         max_shard_bytes: int,
         certify: bool,
         progress: Progress,
     ) -> ConvertReport:
         """Make a folder of another format. Raises CheckpointError."""
-        # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
-        # these.
+        # `finish` is called in the middle of the writing; what it makes comes back in this.
         certificates: list[Certificate] = []
-        added: dict[str, bytes] = {}
-        path = check_folder(destination)
+        folder = check_folder(destination)
+        dtype = main_dtype(self.outputs.tensors.values())
+        added = dict(files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised))
         plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
-        digests = PassingDigests(self.outputs.contents) if certify else None
+        digests = PassingDigests(self.outputs.contents.tensors) if certify else None
 
-        def finish(store: Store) -> None:
-            dtype = main_dtype(self.outputs.tensors.values())
-            for name, data in files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised):
-                store.create(name, data)
-                added[name] = data
-            if digests is not None:
-                certificates.append(self._certify(store, read_foreign(store), path, digests))
-                store.create(CERTIFICATE, certificates[0].pack())
+        def finish(store: Store) -> dict[str, bytes]:
+            if digests is None:
+                return {}
+            certificates.append(self._certify(store, read_foreign(store), location_of(folder), digests))
+            return {CERTIFICATE: certificates[0].pack()}
 
         self.outputs.check_agreement(self.store)
-        made = make_folder(self.store, self.outputs, path, plan, finish=finish, progress=progress, digests=digests)
+        made = make_folder(
+            self.store,
+            self.outputs,
+            folder,
+            plan,
+            beside=added,
+            finish=finish,
+            progress=progress,
+            digests=digests,
+        )
         missing = missing_files(added) if to == "hf" else ()
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)

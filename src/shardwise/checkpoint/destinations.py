@@ -9,32 +9,29 @@ the next is read and put together::
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
-from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
-from shardwise.checkpoint.contents import Contents, is_model_name
-from shardwise.checkpoint.dcp_folders import METADATA
-from shardwise.checkpoint.huggingface_files import index_of, shards_of
+from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, place_in
+from shardwise.checkpoint.contents import is_model_name
+from shardwise.checkpoint.formats.format import FilledFile, Filling, FolderPlan, FolderRequest
+from shardwise.checkpoint.formats.numbered_files import is_numbered
+from shardwise.checkpoint.formats.registry import folder_planners
 from shardwise.checkpoint.local import LocalStore
-from shardwise.checkpoint.megatron_folders import megatron_files
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.safetensors_files import DataFile, FileFilling, JoinedWrites, Sink
+from shardwise.checkpoint.safetensors_files import FileFilling
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
-from shardwise.checkpoint.torch_archives import ArchiveFilling
-from shardwise.checkpoint.training_state import TITAN_NAMES, TORCH_NAMES, dcp_folder
-from shardwise.checkpoint.universal_folders import LATEST, universal_files
-from shardwise.checkpoint.whole_folders import PlannedFile, write_folder
+from shardwise.checkpoint.whole_folders import Folder, location_of, write_folder
 from shardwise.comm.local_tensors import bytes_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
@@ -91,113 +88,64 @@ def make_save(
     )
 
 
-class Filling(Sink, Protocol):
-    """Takes the bytes of a file's pieces, in order, and hands the file to a writer."""
-
-    def flush(self) -> None:
-        """Hand everything to the writer."""
-
-
-class FilledFile(PlannedFile, Protocol):
-    """A file with pieces of the outputs."""
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """In the order of their bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderPlan:
-    """What a folder of another format will have."""
-
-    files: Mapping[str, FilledFile]
-    filling: Callable[[Any, Writer], Filling]
-    """Begins to write one of the files."""
-    last: Mapping[str, bytes]
-    """Small files, which are written last."""
-
-
-FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
-"""Formats of other programs: see `convert`."""
-
-
 @uncollected()
 def plan_folder(
     outputs: Outputs,
-    to: FolderTarget,
+    to: str,
     *,
     max_shard_bytes: int,
     places: Mapping[str, tuple[str, int]],
     source: Store | None = None,
 ) -> FolderPlan:
-    """The folder with the outputs in a format. Raises CheckpointError where it cannot be made.
-
-    places: of files of Hugging Face, see `shards_of`.
-    source: where the outputs are read: some formats need numbers of them. None: nothing is read, and it stays a plan.
-    """
+    """The folder with the outputs in a format; see `FolderRequest`. Raises CheckpointError where it cannot be made."""
     if not any(is_model_name(name, outputs.contents.format) for name in outputs.tensors):
         raise CheckpointError(
             f"{outputs.contents.location} has no tensor of a model, so that there is nothing to write"
         )
-    if to == "deepspeed-universal":
-        name, files = universal_files(outputs)
-        return FolderPlan(files=files, filling=ArchiveFilling, last={LATEST: name.encode()})
-    if to == "megatron":
-        archives, last = megatron_files(outputs, source, max_file_bytes=max_shard_bytes)
-        return FolderPlan(files=archives, filling=ArchiveFilling, last=last)
-    if to in ("dcp", "torchtitan"):
-        names = TITAN_NAMES if to == "torchtitan" else TORCH_NAMES
-        folder = dcp_folder(outputs, names, max_file_bytes=max_shard_bytes)
-        return FolderPlan(files=folder.files, filling=ArchiveFilling, last={METADATA: folder.metadata})
-    metadata = _metadata(outputs.contents)
-    tensors = list(outputs.tensors.values())
-    shards = shards_of(tensors, max_bytes=max_shard_bytes, places=places, aliases=outputs.aliases, metadata=metadata)
-    return FolderPlan(
-        files={shard.name: shard.file for shard in shards},
-        filling=_begun,
-        last=index_of(shards),
-    )
-
-
-def _begun(file: DataFile, writer: Writer) -> JoinedWrites:
-    """A file that has its header, and takes no checksums."""
-    writes = JoinedWrites(writer)
-    writes.write(memoryview(file.header))
-    return writes
+    request = FolderRequest(max_file_bytes=max_shard_bytes, places=places, source=source)
+    return folder_planners()[to](outputs, request)
 
 
 def make_folder(
     source: Store,
     outputs: Outputs,
-    path: str,
+    folder: Folder,
     plan: FolderPlan,
     *,
-    finish: Callable[[Store], None],
+    beside: Mapping[str, bytes],
+    finish: Callable[[Store], Mapping[str, bytes]],
     progress: Progress,
     digests: PassingDigests | None,
 ) -> WrittenCopy:
-    """Make a folder; `finish` adds others to its files, before it gets its name. digests: sees all that is read.
+    """Make a folder, and small files in it. finish: looks at all, and gives more. digests: sees all that is read.
 
     Raises CheckpointError; then nothing was made.
     """
+    if not isinstance(folder, str) and len(plan.files) > 1 and any(name.endswith(".index.json") for name in plan.last):
+        _check_numbered(plan.files, folder)
     copying = Copying(source, outputs, progress, digests)
 
     def fill(file: FilledFile, writer: Writer) -> None:
         copying.fill(file.pieces, plan.filling(file, writer))
 
-    def end(store: Store) -> None:
-        for name, data in plan.last.items():
-            store.create(name, data)
-        finish(store)
+    write_folder(folder, plan.files, fill, {**beside, **plan.last}, finish)
+    return WrittenCopy(location=location_of(folder), number=0, read_bytes=copying.read_bytes)
 
-    write_folder(path, plan.files, fill, end)
-    return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
+
+def _check_numbered(files: Iterable[str], store: Store) -> None:
+    """Raise CheckpointError where some files of a model, without its index, would be read as all of them."""
+    if others := [name for name in files if not is_numbered(name)]:
+        raise CheckpointError(
+            f"{few_of(others)} are files of a model without a number (model-00001-of-00002.safetensors), and are "
+            f"written one after the other to {store.location}: a conversion that is killed would leave what is read as "
+            "a whole. Leave out like (--like), or convert to a local folder and copy it"
+        )
 
 
 def check_save(destination: Address) -> None:
     """Raise CheckpointError where no save can be made."""
     store = store_of(destination)
-    begin(store)
+    place_in(store)
     if isinstance(store, OneFile):
         raise CheckpointError(f"{os.fspath(str(destination))} is a file; name a folder to save to")
 
@@ -258,14 +206,6 @@ def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:
         settings=outputs.settings,
         extra={**contents.extra, **extra},
     )
-
-
-def _metadata(contents: Contents) -> dict[str, str]:
-    """The metadata of the files: that of the source, and the writer of the layout."""
-    kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
-    # Files of Hugging Face name ties in their metadata; `aliases` has these, and the writer names them anew.
-    ties = contents.aliases.keys()
-    return {"format": "pt"} | {key: text for key, text in kept.items() if key not in ties}
 
 
 class Copying:

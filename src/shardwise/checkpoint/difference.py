@@ -10,20 +10,20 @@ Each step leaves fewer tensors to the next, which costs more for each.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardwise.checkpoint.comparison import compared, equal_unread
 from shardwise.checkpoint.contents import Contents, StoredTensor, printable
 from shardwise.checkpoint.destinations import Progress
-from shardwise.checkpoint.elements import Elements, ElementValue, compare, joined
+from shardwise.checkpoint.elements import Elements, ElementValue
 from shardwise.checkpoint.outputs import model_of
 from shardwise.checkpoint.reading import DataFiles, check_files
 from shardwise.checkpoint.sources import with_contents
 from shardwise.checkpoint.stores import Address, store_of
-from shardwise.checkpoint.windows import PieceReader, check_whole, part_of_piece, windows
+from shardwise.checkpoint.windows import PieceReader, check_whole
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.rewrite.sections import uncollected
 from shardwise.space.boxes import index_of_element
 
@@ -164,9 +164,11 @@ def _difference(
         check_whole(side, side.tensors.values())
         _check_sizes(each, side)
     pairs, alone = _paired(*sides)
-    unread, by_checksum = _sorted_out(pairs, *sides)
+    # Different shapes have no elements in common places, and without elements nothing differs.
+    alike = [pair for pair in pairs if pair.finding != "shape" and pair.a.num_bytes]
+    read = [p for p in alike if p.finding or not equal_unread(sides[0], p.a.name, sides[1], p.b.name)]
     readers = PieceReader(files[0], ours), PieceReader(files[1], theirs)
-    different = _compared([pair for pair in pairs if pair.name in unread], *readers, progress)
+    different = _compared(read, *readers, progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]
     # Each format has its own things in extra, so that any two formats would differ.
@@ -178,7 +180,7 @@ def _difference(
         extra=tuple(_extra_differences(*sides)) if extra_compared else (),
         extra_compared=extra_compared,
         num_equal=len(equal),
-        num_equal_by_checksum=by_checksum,
+        num_equal_by_checksum=len(alike) - len(read),
         equal_bytes=sum(pair.a.num_bytes for pair in equal),
         notes=tuple(f"{side}: {note}" for side, each in zip("AB", contents, strict=True) for note in each.notes),
     )
@@ -234,45 +236,17 @@ def _find(contents: Contents, name: str) -> StoredTensor | None:
     return contents.tensors.get(name) or contents.tensors.get(contents.aliases.get(name, name))
 
 
-def _sorted_out(pairs: Iterable[_Pair], a: Contents, b: Contents) -> tuple[set[str], int]:
-    """The names of pairs whose data has to be read, and how many others are equal by their checksums."""
-    # Each checksum covers one block: with blocks of two sizes no two checksums cover the same bytes.
-    comparable = a.verifiable and b.verifiable and a.block_bytes == b.block_bytes
-    unread: set[str] = set()
-    by_checksum = 0
-    for pair in pairs:
-        # Different shapes have no elements in common places, and without elements nothing differs.
-        if pair.finding == "shape" or not pair.a.num_bytes:
-            continue
-        if comparable and pair.finding is None and pair.a.checksums == pair.b.checksums:
-            by_checksum += 1
-        else:
-            unread.add(pair.name)
-    return unread, by_checksum
-
-
 def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Progress) -> dict[str, Elements]:
     """How the elements of pairs differ, by name, counted in the whole tensor; equal ones are not in it."""
-    found: dict[str, Elements] = {}
     done, total = 0, sum(pair.a.num_bytes for pair in pairs)
-    sizes = [
-        (math.prod(pair.a.shape), max(itemsize_bytes(pair.a.dtype), itemsize_bytes(pair.b.dtype))) for pair in pairs
-    ]
-    # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
-    # how many fit.
-    for window in windows(sizes):
-        ours = a.read([part_of_piece(pairs[at].a.whole, start, stop) for at, start, stop in window])
-        theirs = b.read([part_of_piece(pairs[at].b.whole, start, stop) for at, start, stop in window])
-        for (at, start, _), mine, yours in zip(window, ours, theirs, strict=True):
-            elements = compare(mine, yours)
-            if elements is not None:
-                name = pairs[at].name
-                # Counted from the start of the window, and wanted from the start of the tensor.
-                here = replace(elements, first=elements.first + start)
-                found[name] = joined(found[name], here) if name in found else here
-            done += mine.numel() * mine.element_size()
+
+    def passed(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
         progress(done, total)
-    return found
+
+    found = compared([(pair.a.whole, pair.b.whole) for pair in pairs], a.read, b.read, passed=passed)
+    return {pairs[at].name: elements for at, elements in found.items()}
 
 
 def _row(pair: _Pair, elements: Elements | None) -> TensorDifference | None:

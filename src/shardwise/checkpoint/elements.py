@@ -30,6 +30,8 @@ class Elements:
     num_different: int
     max_difference: float
     """The largest |a - b|; whole numbers exactly (as an int), NaN where one of them is NaN."""
+    max_relative: float
+    """The largest |a - b| / |a|; elements that are 0 in the one are left out."""
     first: int
     """The first element that differs."""
     a: ElementValue
@@ -61,9 +63,11 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
         # Two NaNs with different bits print the same text: the bits tell them apart.
         if a_shown == b_shown and same:
             a_shown, b_shown = f"{a_shown} ({_hex(a, at)})", f"{b_shown} ({_hex(b, at)})"
+        max_difference, max_relative = _largest_differences(ours, theirs)
         different = Elements(
             num_different=len(here),
-            max_difference=_largest_difference(ours, theirs),
+            max_difference=max_difference,
+            max_relative=max_relative,
             first=at,
             a=_value(a[at : at + 1]),
             b=_value(b[at : at + 1]),
@@ -76,9 +80,11 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
 
 def joined(before: Elements, after: Elements) -> Elements:
     """Those of two stretches that follow one another: the first difference is that of the earlier one."""
-    num_different = before.num_different + after.num_different
     return replace(
-        before, num_different=num_different, max_difference=larger(before.max_difference, after.max_difference)
+        before,
+        num_different=before.num_different + after.num_different,
+        max_difference=larger(before.max_difference, after.max_difference),
+        max_relative=larger(before.max_relative, after.max_relative),
     )
 
 
@@ -145,13 +151,20 @@ def _picked(elements: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _bits(elements)[positions].contiguous().flatten().view(elements.dtype)
 
 
-def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def _largest_differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """The largest difference, and the largest in relation to an element of `a`."""
     x, y = _alike(a, b)
     if _is_whole(x):
         # The difference of two of 64 bits has one bit more than fits; without a sign it fits.
         one, other = x.numpy(), y.numpy()
-        return int((np.maximum(one, other) - np.minimum(one, other)).view(np.uint64).max())
-    return float((x - y).abs().max())
+        whole = (np.maximum(one, other) - np.minimum(one, other)).view(np.uint64)
+        largest: float = int(whole.max())
+        sizes, differences = (torch.from_numpy(np.abs(each.astype(np.float64))) for each in (one, whole))
+    else:
+        sizes, differences = x.abs(), (x - y).abs()
+        largest = float(differences.max())
+    relative = (differences / sizes)[sizes != 0]
+    return largest, float(relative.max()) if len(relative) else 0.0
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

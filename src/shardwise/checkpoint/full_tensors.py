@@ -277,20 +277,20 @@ def _agree(
             digest = xxhash.xxh3_64_hexdigest("\n".join(names).encode())
             request += f", {len(names)} names (digest {digest[:8]})"
         gathered.own = [request.encode(), *facts_of(state, held)]
-    requests, pieces, facts = gathered.texts
+    requests, pieces, packed = gathered.texts
     if different := [rank for rank, each in enumerate(requests) if each != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} asks for full tensors with {requests[different[0]].decode()}, but rank 0 with "
             f"{requests[0].decode()}; make the same call on all ranks"
         )
-    told = RankFacts.of(pieces, facts, purpose=_PURPOSE)
-    known = Holdings.of(channel, held, told, None if rewrite is None else StateRewriting(rewrite))
+    facts = RankFacts.of(pieces, packed, purpose=_PURPOSE)
+    known = Holdings.of(channel, held, facts, None if rewrite is None else StateRewriting(rewrite))
     holders = holders_by_tensor(known.lists)
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     # Names are asked of an engine.
-    if names is None and channel.size > 1 and "plan" not in told.layout:
-        compared = compared_replicas(channel, state, known.held, told.layout, known.checked)
+    if names is None and channel.size > 1 and "plan" not in facts.layout:
+        compared = compared_replicas(channel, state, known.held, facts.layout, known.checked)
         shared = shared_pieces(holders)
         samples = samples_of(shared, channel.rank, compared)()
         compare_samples(shared, channel.exchange(samples, purpose="samples of replicas"))

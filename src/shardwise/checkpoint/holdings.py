@@ -117,11 +117,11 @@ class Holdings:
     """The rewrite that gave these names."""
 
     @classmethod
-    def of(cls, channel: Channel, held: Held, told: RankFacts, rewriting: StateRewriting | None) -> "Holdings":
+    def of(cls, channel: Channel, held: Held, facts: RankFacts, rewriting: StateRewriting | None) -> "Holdings":
         """All ranks call it together; raises the same error on all. held: what this rank holds, as it says."""
-        texts, ties, order, checked = told.pieces, told.ties, told.order, None
+        texts, ties, order, checked = facts.pieces, facts.ties, facts.order, None
         if rewriting is not None:
-            became = rewriting.apply(channel, held, texts, ties, told.layout, order)
+            became = rewriting.apply(channel, held, texts, ties, facts.layout, order)
             held, texts, ties = became.held, became.texts, [became.held.aliases] * channel.size
             checked = became.checked
             order = list(checked.outputs)
@@ -131,7 +131,7 @@ class Holdings:
         lists = [[each for each in pieces_of[text] if each.name not in aliases] for text in texts]
         names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
         tied = (alias for alias, name in aliases.items() if name in names)
-        plain = plain_names([*names, *tied]) if told.is_of_model and rewriting is None else {}
+        plain = plain_names([*names, *tied]) if facts.is_of_model and rewriting is None else {}
         return cls(held=held, lists=lists, aliases=aliases, order=order, plain=plain, checked=checked)
 
     def names(self) -> dict[str, list[str]]:

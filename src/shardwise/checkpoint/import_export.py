@@ -2,12 +2,12 @@
 
 import os
 
-from shardwise.checkpoint.averaged_weights import Weights
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
 from shardwise.checkpoint.destinations import Progress
-from shardwise.checkpoint.foreign import no_checkpoint, recognise
+from shardwise.checkpoint.formats.registry import recognise
+from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.states import check_arguments
+from shardwise.checkpoint.states import Weights, check_arguments
 from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite

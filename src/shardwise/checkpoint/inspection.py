@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.foreign import recognise
-from shardwise.checkpoint.foreign.archive_sums import check_archives, has_archives
+from shardwise.checkpoint.formats.registry import recognise
+from shardwise.checkpoint.formats.torch_files.archive_sums import check_archives, has_archives
 from shardwise.checkpoint.manifest import MANIFEST, unpacked
 from shardwise.checkpoint.read_plan import StoredSpan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface_files import folder_files
+from shardwise.checkpoint.model_files import folder_files
 from shardwise.checkpoint.outputs import model_of
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, Store, store_of

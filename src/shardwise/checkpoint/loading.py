@@ -15,14 +15,15 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match, prefix_hint
+from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
 from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
-from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
+from shardwise.checkpoint.rewrite_agreement import Located, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
@@ -302,9 +303,10 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
             for each, pieces, plan in zip(rounds, stored, plans, strict=True)
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
-        compared_bytes = 0 if view is None else compare_numbers(channel, view, files, readers)
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-        compared_bytes += compare_twins(channel, files, contents, view, found.twins, readers)
+        pairs = [] if view is None else [joined_numbers(files, view, view.checked.agree)]
+        pairs.append(twin_pairs(files, contents, view, found.twins))
+        compared_bytes = sum([each.compare(channel, readers) for each in pairs])
         with torch.no_grad():
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
@@ -398,7 +400,7 @@ def _settle(
             f"{each}; allow it with cast=True, or keep the saved dtypes (precision.master)" for each in found.casts
         ]
     if not options.strict:
-        found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
+        found.unexpected.extend(untied(name, twin, "lie apart") for name, twin in found.twins)
         found.twins.clear()
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]

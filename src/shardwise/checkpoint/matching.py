@@ -6,25 +6,18 @@ A wanted tensor is looked up under several names. With w tied to v, in the targe
                           the first of these that is stored as float32; else a master; else the first
 
 `match` works on names alone. A writer that does not look for ties saves one tensor for each name of a tied parameter.
-Such tensors are twins: they fit if their bytes are equal, and `compare_twins` reads them.
+Such tensors are twins: they fit if their bytes are equal, and `twin_pairs` reads them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from types import MappingProxyType
 
-import torch
-
+from shardwise.checkpoint.comparison import StoredPairs
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.state_pieces import gather_findings
-from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
-from shardwise.comm import Channel
-from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import AVERAGE, MASTER, is_beside_name, is_state_name, split_state_name, state_name
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, Rest, TextPlace
@@ -126,7 +119,7 @@ def match(
             continue
         twin = names.find(_named(aliases[parameter], key), stored.dtype)
         if twin is None or twin.name not in settled or (twin.dtype, twin.shape) != (stored.dtype, stored.shape):
-            result.unexpected.append(apart(name, aliases[parameter], "are of different shapes or dtypes"))
+            result.unexpected.append(untied(name, aliases[parameter], "are of different shapes or dtypes"))
         else:
             result.twins.append((name, twin.name))
     if num_averages:
@@ -168,7 +161,7 @@ def _beginnings(name: str, other: str) -> tuple[str, str]:
     return ours, theirs
 
 
-def apart(name: str, twin: str, how: str) -> str:
+def untied(name: str, twin: str, how: str) -> str:
     """The finding that what the target has as one tensor is stored as two."""
     return (
         f"{name}: unexpected. The target ties it to {twin}, but in the checkpoint the two {how}. Ignore it with "
@@ -243,102 +236,16 @@ def _other(name: str) -> str:
     return _named(parameter, _STANDS_FOR.get(key, key))
 
 
-def compare_twins(
-    channel: Channel,
-    files: DataFiles,
-    contents: Contents,
-    view: RewriteView | None,
-    twins: Sequence[tuple[str, str]],
-    readers: Collection[int],
-) -> int:
-    """Compare the bytes of twins, in windows that the ranks which read share; how many bytes this rank has read.
-
-    view: what a rewrite makes of the contents, whose names the twins then have; None without one.
-    Raises CheckpointError, the same on all ranks, with all that are not equal.
-    """
-    if not twins:
-        return 0
-    return compare_in_turns(
-        channel,
-        readers,
-        lambda turn, turns: _differences(files, contents, view, twins, turn, turns),
+def twin_pairs(
+    files: DataFiles, contents: Contents, view: RewriteView | None, twins: Sequence[tuple[str, str]]
+) -> StoredPairs:
+    """Twins, which are to be compared. `view`: what a rewrite makes of the contents, whose names they then have."""
+    return StoredPairs(
+        files=files,
+        contents=contents,
+        pairs=twins,
+        say=lambda at, elements: untied(*twins[at], "have different values"),
         purpose="tensors that the target ties",
         about=f"{contents.location} does not fit the target",
+        view=view,
     )
-
-
-def compare_in_turns(
-    channel: Channel,
-    readers: Collection[int],
-    compare: Callable[[int, int], tuple[list[str], int]],
-    *,
-    purpose: str,
-    about: str,
-) -> int:
-    """Let each rank that reads compare its part of what is stored; how many bytes this rank has read.
-
-    compare(i, n): findings about each n-th part from the i-th on, and the bytes that were read.
-    Raises CheckpointError, the same on all ranks, with the findings of all.
-    """
-    findings: list[str] = []
-    num_bytes = 0
-    if channel.rank in readers:
-        try:
-            # Ranks share the reading in turns. All meet below, whether
-            # they read or not: a finding of one is an error on all.
-            findings, num_bytes = compare(sorted(readers).index(channel.rank), len(readers))
-        except CheckpointError as error:
-            findings = list(error.problems)
-    if findings := gather_findings(channel, findings, purpose=purpose):
-        raise CheckpointError(*findings, about=about)
-    return num_bytes
-
-
-def _differences(
-    files: DataFiles,
-    contents: Contents,
-    view: RewriteView | None,
-    twins: Sequence[tuple[str, str]],
-    turn: int,
-    turns: int,
-) -> tuple[list[str], int]:
-    """Findings about the windows whose turn it is, and the bytes that were read."""
-    named, sums_of = contents if view is None else view.contents, contents.tensors
-    pairs = [
-        (named.tensors[one].whole, named.tensors[other].whole)
-        for one, other in twins
-        # Equal checksums are equal bytes: saves of ours are settled without
-        # a read. A rewrite makes other bytes, and no checksum of these is known.
-        if not (contents.verifiable and view is None and sums_of[one].checksums == sums_of[other].checksums)
-    ]
-    lacking = [
-        f"{each}: its elements are in no file; the checkpoint is incomplete"
-        for each in dict.fromkeys(_sources(view, pairs))
-        if missing(contents.tensors[each].pieces, contents.tensors[each].whole)
-    ]
-    if lacking:
-        return lacking, 0
-    reader = PieceReader(files, contents, None if view is None else view.read_targets)
-    different: dict[str, None] = {}
-    sizes = [(one.num_elements, itemsize_bytes(one.dtype)) for one, _ in pairs]
-    # Half of a window, for two tensors are read at a time.
-    for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2)):
-        if number % turns != turn:
-            continue
-        parts = [part_of_piece(each, start, stop) for at, start, stop in window for each in pairs[at]]
-        elements = reader.read(parts)
-        for (at, _, _), mine, yours in zip(window, elements[::2], elements[1::2], strict=True):
-            # As bytes: NaN equals itself, and -0.0 is not 0.0.
-            if not torch.equal(mine.reshape(-1).view(torch.uint8), yours.reshape(-1).view(torch.uint8)):
-                one, other = pairs[at]
-                different[apart(one.name, other.name, "have different values")] = None
-    return list(different), reader.read_bytes
-
-
-def _sources(view: RewriteView | None, pairs: Sequence[tuple[Piece, Piece]]) -> Iterator[str]:
-    """The stored tensors that the pairs are made of."""
-    for piece in (each for pair in pairs for each in pair):
-        if view is None:
-            yield piece.name
-        else:
-            yield from view.checked.sources_of(piece.name)

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
-from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.model_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.quantised_outputs import QuantisingReader
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, kept_in, metas_of_contents
@@ -78,9 +78,8 @@ class Outputs:
             return
         # Only those that are written: an export of the model need not refuse because of optimizer state.
         used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
-        findings, _ = self.view.unequal(
-            DataFiles(store), (group for group in self.view.checked.agree if not used.isdisjoint(group))
-        )
+        groups = [group for group in self.view.checked.agree if not used.isdisjoint(group)]
+        findings, _ = joined_numbers(DataFiles(store), self.view, groups).findings()
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
@@ -104,6 +103,8 @@ class Outputs:
         reader = PieceReader(files, self.contents, targets_of, window=window, digests=digests)
         if self.view is None or not self.view.checked.quantises:
             return reader
+        from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
+
         wide = PieceReader(files, self.contents, targets_of, digests=digests)
         return QuantisingReader(self.view.checked, reader, wide)
 
@@ -270,7 +271,7 @@ def _unchanged_source(checked: Checked, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
     if checked.is_scales(name):
         return None
-    value = checked.values[name]
+    value = checked.value(name)
     return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
 
 
@@ -280,7 +281,7 @@ def _is_cheap_to_cut(checked: Checked, name: str) -> bool:
     So it is where elements come in the order that they have in the sources, and each stretch of a source is used once.
     It is not where every part would have something of very many sources, which it takes long to find.
     """
-    value = checked.values[name]
+    value = checked.value(name)
     if len(value.views) > _MANY_VIEWS and any(view.shape[1:] != value.shape[1:] for view in value.views):
         return False
     reaches: dict[str, list[tuple[int, int]]] = {}

@@ -1,15 +1,15 @@
-"""Passing digests: sha256 of a checkpoint's tensors, of blocks that are read for something else anyway.
+"""Passing digests: sha256 of tensors, as their blocks pass by: read for this, or for something else anyway.
 
 A sum takes the bytes of a tensor from the first to the last. Blocks that come in another order pass by unseen, and so
 do those that come again. A tensor whose last byte was not reached has no digest, and has to be read for one.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import StoredTensor
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
@@ -17,12 +17,20 @@ from shardwise.space.boxes import row_major_strides
 
 
 class PassingDigests:
-    """Takes the digests of a checkpoint's tensors as far as it sees their blocks in order."""
+    """Takes the digests of tensors as far as it sees their blocks in order.
 
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._sums = {name: hashlib.sha256() for name in contents.tensors}
-        self._seen = dict.fromkeys(contents.tensors, 0)
+    changed: the digests are of what this makes of elements, in parts.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda elements: (elements,),
+    ) -> None:
+        self._tensors = tensors
+        self._changed = changed
+        self._sums = {name: hashlib.sha256() for name in tensors}
+        self._seen = dict.fromkeys(tensors, 0)
         """Bytes of each tensor that its sum has."""
 
     def see(self, piece: Piece, elements: torch.Tensor, skipped: int = 0) -> None:
@@ -33,14 +41,15 @@ class PassingDigests:
         start += skipped
         seen, stop = self._seen[name], start + elements.numel() * elements.itemsize
         if start <= seen < stop:
-            self._sums[name].update(bytes_of(elements.view(torch.uint8)[seen - start :]))
+            for part in self._changed(elements[(seen - start) // elements.itemsize :]):
+                self._sums[name].update(bytes_of(part.view(torch.uint8)))
             self._seen[name] = stop
 
     @property
     def found(self) -> Mapping[str, str]:
         """The digests of the tensors all of whose bytes were seen."""
-        tensors = self._contents.tensors
-        return {n: each.hexdigest() for n, each in self._sums.items() if self._seen[n] == tensors[n].num_bytes}
+        whole = (name for name, each in self._tensors.items() if self._seen[name] == each.num_bytes)
+        return {name: self._sums[name].hexdigest() for name in whole}
 
 
 def _first_byte(piece: Piece) -> int | None:

@@ -6,19 +6,24 @@ folders are real, and how old a listing may be. What differs is decided here, fi
 
 import contextlib
 import errno
-import inspect
+import operator
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
+
+from typing_extensions import Buffer
 
 from shardwise.checkpoint.local import LocalStore, LocalWriter, check_complete, check_not_longer, checked_name, cut_off
 from shardwise.errors import CheckpointError
 
-_REQUEST_BYTES = 1 << 26
-"""Bytes of one read at most: fsspec returns them as a new object, which is copied to its place."""
+REQUEST_BYTES = 8 << 20
+"""Bytes of one request at most: longer reads are cut, and their parts asked for side by side."""
+
+PARALLEL_REQUESTS = 8
+"""So many are under way at a time: a service is as fast with each of them as with one."""
 
 _KINDS = {
     FileNotFoundError: errno.ENOENT,
@@ -29,6 +34,18 @@ _KINDS = {
     TimeoutError: errno.ETIMEDOUT,
     NotImplementedError: errno.EOPNOTSUPP,
 }
+_NUMBERS = {
+    "AlreadyExistsError": errno.EEXIST,
+    "PreconditionError": errno.EEXIST,
+    "PermissionDeniedError": errno.EACCES,
+    "UnauthenticatedError": errno.EACCES,
+    "NotSupportedError": errno.EOPNOTSUPP,
+}
+"""Of obstore's own classes, by name: it may not be installed."""
+_OF_OBJECT, _DEBUG = "Object at location", "\n\nDebug source:"
+"""In its words: what says a path only, and where the state of the client begins."""
+_ANSWER = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
+"""In the answer of a service, which it quotes whole."""
 
 
 class FsspecStore:
@@ -51,13 +68,13 @@ class FsspecStore:
     CheckpointError when fsspec or the package behind the scheme is missing.
     """
 
-    __slots__ = ("_file_system", "_in_memory", "_local", "_root", "location")
+    __slots__ = ("_decides", "_file_system", "_in_memory", "_local", "_root", "location")
 
-    parallel_reads = 8
+    parallel_reads = PARALLEL_REQUESTS
     """See `Store.parallel_reads`: each read is a request with a way there and back."""
 
     def __init__(self, address: str, *, file_system: Any = None) -> None:
-        self.location = re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", address)
+        self.location = without_password(address)
         """The address of the folder, without its password, which does not belong into messages."""
         if file_system is None:
             file_system, root = _found(address, self.location)
@@ -73,23 +90,39 @@ class FsspecStore:
         # fsspec on a local disk has neither an atomic create nor an fsync; our own store has.
         self._in_memory = isinstance(file_system, MemoryFileSystem)
         self._local = LocalStore(str(root)) if isinstance(file_system, LocalFileSystem) else None
+        self._decides = False
+        """Whether the service was seen to refuse a second creation."""
 
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files at any depth below `folder`, sorted."""
+        return iter(sorted(self.sizes(folder)))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """See `Store.sizes`."""
         top = self._path(folder) if folder else self._root
-        with _translated(top):
+        with translated(top):
             self._file_system.invalidate_cache()
-            paths = self._file_system.find(top, **self._strictness(top))
+            found = self._file_system.find(top, detail=True, **self._strictness(top))
         # Roots and paths differ in a leading "/" on some file systems; markers of folders end in one.
         prefix, skipped = f"{top.lstrip('/')}/".lstrip("/"), len(f"{self._root.lstrip('/')}/".lstrip("/"))
-        bare = (path.lstrip("/") for path in paths if not path.endswith("/"))
-        return iter(sorted(path[skipped:] for path in bare if path.startswith(prefix)))
+        bare = {path.lstrip("/"): facts for path, facts in found.items() if not path.endswith("/")}
+        return {path[skipped:]: facts["size"] for path, facts in bare.items() if path.startswith(prefix)}
+
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        with translated(self._root):
+            self._file_system.invalidate_cache()
+            try:
+                found = self._file_system.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+        return [each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory"]
 
     def open(self, name: str) -> "_RemoteReader":
         """Open a file for reading; raises FileNotFoundError. Its bytes are asked for by range."""
         return _RemoteReader(self._file_system, self._path(name))
 
-    def write(self, name: str, *, num_bytes: int) -> "LocalWriter | _RemoteWriter":
+    def write(self, name: str, *, num_bytes: int) -> "LocalWriter | RemoteWriter":
         """Begin a new file; raises FileExistsError when the name is in use.
 
         An error in the context throws away what was sent, as far as the service can. Raises ValueError when it was not
@@ -99,7 +132,10 @@ class FsspecStore:
             return self._local.write(name, num_bytes=num_bytes)
         # Looking first and writing then is good enough here: names of data files begin with the id of their attempt,
         # so that no two writers want the same one.
-        return _RemoteWriter(self, self._path(name), num_bytes)
+        path = self._path(name)
+        # A file of the memory file system appears by its commit; others by their close.
+        end = operator.methodcaller("commit" if self._in_memory else "close")
+        return RemoteWriter(path, num_bytes, begin=lambda: self._begin(path), end=end)
 
     def create(self, name: str, data: bytes) -> None:
         """Make a whole file in one atomic act, as far as the class says; raises FileExistsError if there is one."""
@@ -107,35 +143,33 @@ class FsspecStore:
             self._local.create(name, data)
             return
         path = self._path(name)
-        self._warn_of_overwriting()
-        with _translated(path):
+        with translated(path):
             self._refuse_existing(path)
-            if self._in_memory:
-                file = _memory_file(self._file_system, path, data)
-                # Not `pipe_file`: it looks first and inserts then.
-                if self._file_system.store.setdefault(file.path, file) is not file:
-                    raise FileExistsError(path)
-                return
             try:
-                self._in_folder(path, lambda: self._file_system.pipe_file(path, data, mode="create"))
+                self._put(path, data)
             except FileExistsError:
                 # A client that repeats a put, because the answer was lost, is
                 # refused by the file that it made itself.
-                if self._file_system.cat_file(path) != data:
+                if self._in_memory or self._file_system.cat_file(path) != data:
                     raise
 
-    def _warn_of_overwriting(self) -> None:
-        """Warn where the package of an object store is older than exclusive puts: it ignores what it is asked for."""
-        put = getattr(self._file_system, "_pipe_file", self._file_system.pipe_file)
-        given = inspect.signature(put).parameters
-        passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in given.values())
-        if self._file_system.async_impl and "mode" not in given and not passes_on:
-            kind = type(self._file_system)
-            warnings.warn(
-                f"{kind.__name__} of {kind.__module__.split('.')[0]} is too old to create a file that must be new: two "
-                f"programs that save to {self.location} at a time may overwrite each other. Update it",
-                stacklevel=2,
-            )
+    def check_creation(self, name: str) -> None:
+        """See `Store.check_creation`. It is asked once: packages before exclusive puts ignore what they are asked."""
+        if self._local is None and not self._in_memory and not self._decides:
+            path = self._path(name)
+            with translated(path):
+                check_creation_of(path, lambda data: self._put(path, data), lambda: self._file_system.rm_file(path))
+            self._decides = True
+
+    def _put(self, path: str, data: bytes) -> None:
+        """Make a file where there is none, without a look; raises FileExistsError."""
+        if self._in_memory:
+            file = _memory_file(self._file_system, path, data)
+            # Not `pipe_file`: it looks first and inserts then.
+            if self._file_system.store.setdefault(file.path, file) is not file:
+                raise FileExistsError(path)
+        else:
+            self._in_folder(path, lambda: self._file_system.pipe_file(path, data, mode="create"))
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens when it is not there."""
@@ -143,23 +177,15 @@ class FsspecStore:
             self._local.delete(name)
             return
         path = self._path(name)
-        with contextlib.suppress(FileNotFoundError), _translated(path):
+        with contextlib.suppress(FileNotFoundError), translated(path):
             self._file_system.rm_file(path)
 
-    def begin(self, path: str) -> Any:
+    def _begin(self, path: str) -> Any:
         """A file object of fsspec for a new file, open for writing."""
         self._refuse_existing(path)
         if self._in_memory:
             return _memory_file(self._file_system, path, b"")
         return self._in_folder(path, lambda: self._file_system.open(path, "wb"))
-
-    def finish(self, file: Any) -> None:
-        """Put a file object that was written in its place."""
-        if self._in_memory:
-            # A file of the memory file system appears by its commit; others by their close.
-            file.commit()
-        else:
-            file.close()
 
     def _refuse_existing(self, path: str) -> None:
         """Raise FileExistsError when there is a file, whatever a cache believes."""
@@ -207,7 +233,7 @@ class _RemoteReader:
     def __init__(self, file_system: Any, path: str) -> None:
         self._file_system = file_system
         self._path = path
-        with _translated(path):
+        with translated(path):
             file_system.invalidate_cache()
             # Object stores open nothing: a missing file shall fail here as it does on a disk, not at the first read.
             facts = file_system.info(path)
@@ -218,45 +244,40 @@ class _RemoteReader:
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
-        num_read, num_there = 0, max(0, min(buffer.nbytes, self.size - start))
-        # Nothing is asked for where the size says that it is not there: services answer such ranges in many ways.
-        while num_read < buffer.nbytes and num_there == buffer.nbytes:
-            begin, num_more = start + num_read, min(_REQUEST_BYTES, buffer.nbytes - num_read)
-            with _translated(self._path):
-                data = self._file_system.cat_file(self._path, start=begin, end=begin + num_more)
-            buffer.cast("B")[num_read : num_read + len(data)] = data
-            num_read += len(data)
-            if len(data) < num_more:  # the file has shrunk since it was opened
-                num_there = num_read
-        if num_there < buffer.nbytes:
-            raise cut_off(self._path, buffer.nbytes, start, num_there)
+        fill_by_requests(self._path, self.size, buffer, start, self._get)
+
+    def _get(self, start: int, stop: int) -> bytes:
+        with translated(self._path):
+            data: bytes = self._file_system.cat_file(self._path, start=start, end=stop)
+            return data
 
     def close(self) -> None:
         """Nothing is held: every read is a separate request."""
 
 
-class _RemoteWriter:
+class RemoteWriter:
     """A new file, from its context's begin to its end."""
 
-    __slots__ = ("_file", "_num_bytes", "_num_written", "_path", "_store")
+    __slots__ = ("_begin", "_end", "_file", "_num_bytes", "_num_written", "_path")
 
-    def __init__(self, store: FsspecStore, path: str, num_bytes: int) -> None:
-        self._store = store
+    def __init__(self, path: str, num_bytes: int, *, begin: Callable[[], Any], end: Callable[[Any], object]) -> None:
+        """begin: gives what takes the bytes by its `write`, and may have a `discard`. end: puts it in its place."""
+        self._begin, self._end = begin, end
         self._path = path
         self._num_bytes = num_bytes
         self._num_written = 0
         self._file: Any = None
 
-    def __enter__(self) -> "_RemoteWriter":
-        with _translated(self._path):
-            self._file = self._store.begin(self._path)
+    def __enter__(self) -> "RemoteWriter":
+        with translated(self._path):
+            self._file = self._begin()
         return self
 
     def write(self, data: memoryview) -> None:
         """Append; raises ValueError beyond the announced size."""
         check_not_longer(self._path, self._num_bytes, self._num_written, data.nbytes)
         if data.nbytes:
-            with _translated(self._path):
+            with translated(self._path):
                 self._file.write(data.cast("B"))
         self._num_written += data.nbytes
 
@@ -271,8 +292,8 @@ class _RemoteWriter:
         except ValueError:
             self._discard()
             raise
-        with _translated(self._path):
-            self._store.finish(self._file)
+        with translated(self._path):
+            self._end(self._file)
 
     def _discard(self) -> None:
         """Throw away what was sent; the error that led here says the rest."""
@@ -282,8 +303,57 @@ class _RemoteWriter:
             self._file.closed = True  # else the collector closes it, which would put the parts in place
 
 
+def without_password(address: str) -> str:
+    """An address as messages may show it."""
+    return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", address)
+
+
+def fill_by_requests(path: str, size: int, buffer: memoryview, start: int, get: Callable[[int, int], Buffer]) -> None:
+    """Fill `buffer` from byte `start` of a file on, several requests at a time where it is long.
+
+    get: the bytes from one place to another, in one request. Raises EOFError when the file ends before.
+    """
+    num_bytes = buffer.nbytes
+    # Nothing is asked for where the size says that it is not there: services answer such ranges in many ways.
+    if start + num_bytes > size:
+        raise cut_off(path, num_bytes, start, max(0, size - start))
+
+    def fill(first: int) -> int:
+        """The bytes that came of a part."""
+        stop = min(first + REQUEST_BYTES, num_bytes)
+        data = get(start + first, start + stop)
+        num_come = memoryview(data).nbytes
+        buffer.cast("B")[first : first + num_come] = data
+        if num_come < stop - first:  # the file has shrunk since it was opened
+            raise cut_off(path, num_bytes, start, first + num_come)
+        return num_come
+
+    parts = range(0, num_bytes, REQUEST_BYTES)
+    if len(parts) < 2:
+        list(map(fill, parts))
+        return
+    with ThreadPoolExecutor(min(len(parts), PARALLEL_REQUESTS), thread_name_prefix="shardwise-request") as threads:
+        list(threads.map(fill, parts))
+
+
+def check_creation_of(place: str, put: Callable[[bytes], object], remove: Callable[[], object]) -> None:
+    """Raise OSError unless a service refuses the second of two puts that must be the first, and remove what was put."""
+    put(b"first")
+    try:
+        put(b"second")
+    except FileExistsError:
+        return
+    finally:
+        remove()
+    text = (
+        "it was created twice, so that two programs which save here at a time would overwrite each other. Use a "
+        "service with conditional writes (If-None-Match), update the package that reaches it, or save to a file system"
+    )
+    raise OSError(errno.EOPNOTSUPP, text, place)
+
+
 @contextlib.contextmanager
-def _translated(path: str) -> Iterator[None]:
+def translated(path: str) -> Iterator[None]:
     """Errors of fsspec and of what is behind it become OSErrors that say their kind, their text and the file.
 
     The protocol of stores promises OSErrors, but botocore, aiohttp and others raise other classes.
@@ -299,10 +369,14 @@ def _translated(path: str) -> Iterator[None]:
 
 
 def _as_os_error(error: Exception, path: str) -> OSError:
-    number = next((number for kind, number in _KINDS.items() if isinstance(error, kind)), errno.EIO)
-    text = str(error)
+    number = next((number for kind, number in _KINDS.items() if isinstance(error, kind)), None)
+    number = number or _NUMBERS.get(type(error).__name__, errno.EIO)
+    text = str(error).partition(_DEBUG)[0]
+    if found := _ANSWER.search(text):
+        text = f"{found[1]}: {found[2]}"
     # Then the text says the path only: the words of the operating system say more.
-    if number != errno.EIO and text in ("", path, path.lstrip("/"), f"/{path}"):
+    bare = text in ("", path, path.lstrip("/"), f"/{path}") or text.startswith(_OF_OBJECT)
+    if number != errno.EIO and bare:
         return OSError(number, os.strerror(number), path)
     return OSError(number, f"{type(error).__name__}: {text}", path)
 
@@ -321,9 +395,11 @@ def _found(address: str, location: str) -> tuple[Any, str]:
     except ImportError as error:
         raise CheckpointError(f"{location} needs fsspec: pip install shardwise[object]") from error
     try:
-        file_system, root = fsspec.url_to_fs(address)
+        # One of our own: listings are asked anew here each time, and the rest of the program keeps its cache.
+        file_system, root = fsspec.url_to_fs(address, skip_instance_cache=True)
     except ImportError as error:
-        raise CheckpointError(f"{location} cannot be reached: {error}") from error
+        advice = "For s3, gs and az, pip install shardwise[object] does as well"
+        raise CheckpointError(f"{location} cannot be reached: {error}. {advice}") from error
     except ValueError as error:
         raise CheckpointError(f"{location} is no address that fsspec knows: {error}") from error
     return file_system, root

@@ -295,7 +295,7 @@ class Replicas:
             for number in listing.committed:
                 if number != newest:
                     remove_save(self._store, listing, number)
-            clean_up(self._store, listing.next_number)
+            clean_up(self._store, list_saves(self._store), listing.next_number)
         return newest
 
     def _is_whole(self, number: int) -> bool:

@@ -1,10 +1,10 @@
 """Rewrite agreement: what all ranks together find out about a rewrite of a state that they save, or load into.
 
-    save                                                    load
-[1] check    the rewrite against what ranks hold            against what is stored, and what ranks have in the target
-[2] rename   pieces of the state, as views of its tensors   the contents, as if they were stored [3] compare  numbers
-that the rewrite joins into one         the same [4] gather   what every rank holds of the outputs           which
-stored pieces every rank wants
+             save                                          load
+[1] check    the rewrite against what ranks hold           against what is stored, and what the target has
+[2] rename   pieces of the state, as views of its tensors  the contents, as if they were stored
+[3] compare  numbers that the rewrite joins into one       the same
+[4] gather   what every rank holds of the outputs          which stored pieces every rank wants
 
 Every rank finds the same outputs, or all raise the same error.
 """
@@ -17,27 +17,25 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.comparison import unequal_numbers
 from shardwise.checkpoint.contents import Contents, model_name_of_master
-from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
-from shardwise.checkpoint.reading import DataFiles
+from shardwise.checkpoint.matching import WantedTensor
 from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, with_degrees
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
     RewriteView,
-    differences,
     metas_of_contents,
     metas_of_pieces,
     outputs_with,
     padding_of,
     ranks_along_tp,
-    value_of,
 )
 from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, targets_of_scales
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, agreed, json_as, understood_once
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name, split_state_name, state_name
@@ -104,11 +102,11 @@ class StateRewriting:
                 tensors[whole] = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
         # Numbers that become one have to be equal. They are few and small: each rank tells those that it holds.
         numbers = {name for group in checked.agree for name in group}
-        mine = {piece.name: value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
+        mine = {piece.name: _value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
         new_texts, values_of = self._gathering.gather(channel, [pack_pieces(list(tensors)), json.dumps(mine).encode()])
         tables = understood_once(values_of, a_table, purpose="numbers that a rewrite joins")
         values = {name: value for each in tables for name, value in each.items()}
-        if findings := differences(checked.agree, values):
+        if findings := _unequal(checked.agree, values):
             raise CheckpointError(*findings, about="the state does not fit the rewrite")
         return RewrittenState(
             checked=checked, held=Held(tensors=tensors, aliases=dict(checked.ties), casts=casts), texts=new_texts
@@ -155,6 +153,23 @@ class StateRewriting:
                 "b`), and nothing here has one. Use it for loads into a state"
             )
         return checked
+
+
+def _value_of(element: torch.Tensor) -> tuple[str, str]:
+    """Bytes of the element of a tensor in hexadecimal digits, and the element as people write it."""
+    plain = element.detach().resolve_conj().resolve_neg().cpu().reshape(1).contiguous()
+    return bytes_of(plain.view(torch.uint8)).hex(), str(plain.item())
+
+
+def _unequal(groups: Iterable[Sequence[str]], values: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Findings about numbers that a rewrite joins into one, and that are not equal to the bit."""
+    # By bits: NaN is equal to itself, and -0.0 is not 0.0.
+    findings = []
+    for group in groups:
+        one, *others = [name for name in group if name in values] or [""]
+        if other := next((each for each in others if values[each][0] != values[one][0]), None):
+            findings.append(unequal_numbers(group, (one, values[one][1]), (other, values[other][1])))
+    return findings
 
 
 # States that are loaded into
@@ -229,23 +244,6 @@ def without_place(view: RewriteView, wanted: Collection[str]) -> list[str]:
     return [
         f"{name}: the rewrite adds it, and the target has no such tensor" for name in view.added if name not in wanted
     ]
-
-
-def compare_numbers(channel: Channel, view: RewriteView, files: DataFiles, readers: Collection[int]) -> int:
-    """Compare the stored numbers that the rewrite joins into one; returns the bytes that this rank has read.
-
-    readers: the ranks that read, each a part of them. Raises CheckpointError, the same on all ranks, where numbers
-    differ.
-    """
-    if not view.checked.agree:
-        return 0
-    return compare_in_turns(
-        channel,
-        readers,
-        lambda turn, turns: view.unequal(files, view.checked.agree[turn::turns]),
-        purpose="numbers that a rewrite makes one",
-        about=f"{view.stored.location} does not fit the rewrite",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,21 +16,15 @@ The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.read_plan import missing
-from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
-from shardwise.checkpoint.windows import PaddingTarget, PieceReader, ReadTarget, padding_value, windows
-from shardwise.comm.local_tensors import bytes_of
+from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, padding_value
 from shardwise.errors import PlanError, RewriteError, few_of
 from shardwise.plan import Plan
-from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
 from shardwise.rewrite.metas import KEPT_FILL, needed_casts
@@ -127,16 +121,16 @@ class Counterpart:
     """The elements in a block of this side; None: the tensor of this side holds the piece as it is."""
     origin: tuple[int, ...] = ()
     """Where in its tensor the block begins."""
-    stretch: tuple[int, tuple[int, ...]] | None = None
+    block: tuple[int, tuple[int, ...]] | None = None
     """Of the flat tensor of a run: the element with which the block begins, and its shape; None: the whole tensor."""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in the tensor that holds them, in the shape of the other piece (flat, where that is a run)."""
         if self.fragment is None:
             return tensor
-        if self.stretch is not None:
-            start, block = self.stretch
-            tensor = tensor[start : start + math.prod(block)].view(block)
+        if self.block is not None:
+            start, shape = self.block
+            tensor = tensor[start : start + math.prod(shape)].view(shape)
         strides = tensor.stride()
         first = int(tensor.storage_offset()) + self.fragment.view_start(strides, self.origin)
         # A rewrite keeps elements apart and moves none: whatever it does to indices is strides and a start.
@@ -222,35 +216,6 @@ def _keeps_order(fragment: Fragment, box: Box) -> bool:
     return fragment.num_elements == box.num_elements and all(size == 1 or one == other for size, one, other in strides)
 
 
-# Numbers that have to be equal
-
-Shown = tuple[str, str]
-"""Bytes of an element in hexadecimal digits, and the element as people write it."""
-
-
-def differences(groups: Iterable[Sequence[str]], values: Mapping[str, Shown]) -> list[str]:
-    """Findings about numbers that a rewrite joins into one, and that are not equal to the bit.
-
-    groups: names of those that become one. values: by name; a group with unknown members is compared among the others.
-    """
-    findings = []
-    for group in groups:
-        known = [(name, *values[name]) for name in group if name in values]
-        # By bits: NaN is equal to itself, and -0.0 is not 0.0.
-        if other := next((each for each in known if each[1] != known[0][1]), None):
-            findings.append(
-                f"{known[0][0]} is {known[0][2]} and {other[0]} is {other[2]}, and the rewrite makes one number of "
-                f"{', '.join(group)}; they have to be equal"
-            )
-    return findings
-
-
-def value_of(element: torch.Tensor) -> Shown:
-    """A tensor of one element, as `differences` takes it."""
-    plain = element.detach().resolve_conj().resolve_neg().cpu().reshape(1).contiguous()
-    return bytes_of(plain.view(torch.uint8)).hex(), str(plain.item())
-
-
 # Checkpoints
 
 
@@ -307,6 +272,8 @@ class RewriteView:
         """
         for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
             if (scales := scales_of(each.dtypes)) is not None:
+                from shardwise.checkpoint.block_scales import BlockScales  # the core works without it
+
                 found = BlockScales.of(each.piece, scales.source, scales.block, self.checked.sources[scales.source])
                 dtypes = (each.dtypes[0], *needed_casts((*each.dtypes[2:], piece.dtype)))
                 yield ReadTarget(each.piece, each.view(memory), dtypes, scales=found)
@@ -317,22 +284,6 @@ class RewriteView:
                     yield PaddingTarget(each.view(memory), padding_value(fill, dtypes))
             else:
                 yield ReadTarget(each.piece, each.view(memory), dtypes)
-
-    def unequal(self, files: DataFiles, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
-        """Findings about stored numbers that the rewrite joins into one, and the bytes that were read to find them.
-
-        groups: some of `Checked.agree`. Raises CheckpointError for damage and for what cannot be read.
-        """
-        groups = list(groups)
-        tensors = [self.stored.tensors[name] for name in dict.fromkeys(chain.from_iterable(groups))]
-        if lacking := [each.name for each in tensors if missing(each.pieces, each.whole)]:
-            return [f"{name}: its element is in no file; the checkpoint is incomplete" for name in lacking], 0
-        reader = PieceReader(files, self.stored)
-        values: dict[str, Shown] = {}
-        for window in windows((1, itemsize_bytes(each.dtype)) for each in tensors):
-            wholes = [tensors[at].whole for at, _, _ in window]
-            values |= {whole.name: value_of(each) for whole, each in zip(wholes, reader.read(wholes), strict=True)}
-        return differences(groups, values), reader.read_bytes
 
     def keeps(self, name: str) -> bool:
         """Whether a wanted tensor is not read: it, or the parameter whose state it is, keeps the value that it has."""

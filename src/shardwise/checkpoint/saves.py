@@ -15,15 +15,24 @@ manifest or a folder of the user stays as it was.
 import contextlib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
-from shardwise.checkpoint.foreign import no_checkpoint
-from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
-from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of
+from shardwise.checkpoint.stores import (
+    Address,
+    OneFile,
+    OpenFile,
+    Store,
+    delete_all,
+    read_whole,
+    refusals,
+    sizes_of,
+    store_of,
+)
 from shardwise.errors import CheckpointError, few_of
 
 CERTIFICATE = "round-trip.json"
@@ -193,21 +202,31 @@ def read_save(store: Store, number: int) -> Contents:
     return contents_of(head, tables, folder=folder, location=f"{store.location}/{folder}".rstrip("/"))
 
 
-def clean_up(store: Store, number: int) -> None:
+def newest_after(store: Store, number: int) -> int:
+    """The newest committed save with a higher number; 0 where there is none. Other saves are not looked into."""
+    if (folders := getattr(store, "folders", None)) is None:
+        newest = max(list_saves(store).committed, default=0)
+        return newest if newest > number else 0
+    found = (_FOLDER.fullmatch(f"{name}/") for name in folders())
+    newer = sorted((int(each.group(1)) for each in found if each and int(each.group(1)) > number), reverse=True)
+    return next((each for each in newer if f"{folder_of(each)}{MANIFEST}" in store.names(folder_of(each)[:-1])), 0)
+
+
+def clean_up(store: Store, listing: Listing, number: int) -> None:
     """After the commit of save `number`: remove torn saves up to it, and what other attempts left in committed ones.
 
+    listing: of when its attempt was begun, and with its own files. What is torn and older has lost by now.
     Saves with a higher number are left alone: they were begun after this commit and may still be at work.
     Only files with names that savers give go, out of folders whose names savers give, where no manifest names them.
     """
-    listing = list_saves(store)
     for torn in listing.torn:
         if torn <= number:
-            _delete_all(store, _own(listing.files[torn], torn))
+            delete_all(store, _own(listing.files[torn], torn))
     for committed in listing.committed:
         # A save after ours was committed by another program, which cleans up by itself.
         if committed <= number:
             with contextlib.suppress(CheckpointError):  # its manifest is damaged: what is its own is unknown
-                _delete_all(store, strays(store, listing, committed))
+                delete_all(store, strays(store, listing, committed))
 
 
 def remove_save(store: Store, listing: Listing, number: int) -> None:
@@ -217,7 +236,7 @@ def remove_save(store: Store, listing: Listing, number: int) -> None:
     store.delete(folder + MANIFEST)
     # The certificate is written by `convert` after the commit, so no manifest lists it.
     ours = [*_own(listing.files[number], number), folder + CERTIFICATE]
-    _delete_all(store, (name for name in ours if name in listing.files[number] and name != folder + MANIFEST))
+    delete_all(store, [name for name in ours if name in listing.files[number] and name != folder + MANIFEST])
 
 
 def strays(store: Store, listing: Listing, number: int) -> list[str]:
@@ -233,18 +252,15 @@ def strays(store: Store, listing: Listing, number: int) -> list[str]:
     return [name for name in ours if name not in keep]
 
 
-@contextlib.contextmanager
-def storing(store: Store, name: str, done: str) -> Iterator[None]:
+def storing(store: Store, name: str, done: str) -> contextlib.AbstractContextManager[None]:
     """Say in our words what the store refuses while `name` is being `done` ("written", "created")."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        where = f"{store.location}/{name}".rstrip("/")
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise CheckpointError(
-            f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
-            + (". Keep fewer saves, make room, or save elsewhere" if is_full else "")
-        ) from error
+    return refusals(f"{store.location}/{name}".rstrip("/") + f" cannot be {done}", _kept)
+
+
+def _kept(error: OSError | EOFError) -> str:
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = ". Keep fewer saves, make room, or save elsewhere" if is_full else ""
+    return f"; nothing was committed, and older saves are as they were{advice}"
 
 
 def _own_files(head: Head) -> Iterable[str]:
@@ -262,14 +278,6 @@ def _is_manifest(file: str) -> bool:
     return "/" not in file and file.lower().startswith(MANIFEST)
 
 
-def _delete_all(store: Store, names: Iterable[str]) -> None:
-    if isinstance(store, LocalStore):  # a folder is made durable once, not for each file
-        store.delete_all(names)
-        return
-    for name in names:
-        store.delete(name)
-
-
 def prune(path: Address, *, keep: int, keep_every: int | None = None) -> list[str]:
     """Remove all committed saves at `path` but the newest `keep`; returns the folders that were removed.
 
@@ -284,6 +292,11 @@ def prune(path: Address, *, keep: int, keep_every: int | None = None) -> list[st
     store = store_of(path)
     with storing(store, "", "listed"):
         listing = list_saves(store)
+    return remove_older(store, listing, keep=keep, keep_every=keep_every)
+
+
+def remove_older(store: Store, listing: Listing, *, keep: int, keep_every: int | None) -> list[str]:
+    """As `prune`, of the saves that are listed."""
     # Otherwise a damaged save would count as the one to keep, and the last that loads would go.
     good = [number for number in listing.committed if _is_good(store, listing, number)]
     staying = _staying(store, good, keep)
@@ -292,7 +305,7 @@ def prune(path: Address, *, keep: int, keep_every: int | None = None) -> list[st
     for number in good[: max(0, len(good) - staying)]:
         if keep_every is not None and (step := read_head(store, number).step) is not None and step % keep_every == 0:
             continue
-        with storing(store, folder_of(number), "removed"):
+        with refusals(f"{store.location}/{folder_of(number)} cannot be removed"):
             remove_save(store, listing, number)
         removed.append(folder_of(number).rstrip("/"))
     return removed
@@ -320,15 +333,9 @@ def _staying(store: Store, good: list[int], keep: int) -> int:
 
 def _has_all_bytes(store: Store, number: int) -> bool:
     """Whether the files of a save are as long as its manifest says."""
-    head = read_head(store, number)
-    try:
-        for entry in (*head.files, *head.tables):
-            with OpenFile(store, folder_of(number) + entry.name) as file:
-                if file.size != entry.bytes:
-                    return False
-    except CheckpointError:
-        return False
-    return True
+    head, folder = read_head(store, number), folder_of(number)
+    wanted = {folder + entry.name: entry.bytes for entry in (*head.files, *head.tables)}
+    return sizes_of(store, wanted, folder=folder) == wanted
 
 
 def _is_good(store: Store, listing: Listing, number: int) -> bool:

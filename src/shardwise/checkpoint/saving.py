@@ -22,7 +22,7 @@ from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import layout_of, renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
-from shardwise.checkpoint.saves import check_retention, prune, storing
+from shardwise.checkpoint.saves import Listing, check_retention, remove_older, storing
 from shardwise.checkpoint.state_pieces import Held, KnownDTensors, hold, merge_ties
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, store_of
@@ -114,13 +114,10 @@ class Retention:
             raise CheckpointError("keep_every goes by steps, and this save has none; give step=")
         return replace(arguments, step=steps)
 
-    def apply(self, path: Address, channel: Channel) -> None:
-        """Remove the others: rank 0 does, and all ranks raise what it meets."""
-        if self.keep is None:
-            return
-        with agreed(channel, purpose="verdict on removing old saves"):
-            if channel.rank == 0:
-                prune(path, keep=self.keep, keep_every=self.keep_every)
+    def apply(self, store: Store, listing: Listing) -> None:
+        """Remove the others of those that are listed after a commit; the rank that committed does."""
+        if self.keep is not None:
+            remove_older(store, listing, keep=self.keep, keep_every=self.keep_every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +182,7 @@ def save(
     retention = Retention(keep, keep_every)
     with given_or_default(channel or channel_of(state), "a save") as used:
         arguments = retention.counted(Arguments(extra, step, layout, rewrite, data), state)
-        report = _save(used, path, state, arguments)
-        retention.apply(path, used)
-    return report
+        return _save(used, path, state, arguments, retention)
 
 
 def _save(
@@ -195,6 +190,7 @@ def _save(
     path: Address,
     state: State,
     arguments: Arguments,
+    retention: Retention,
 ) -> SaveReport:
     prepared = prepare(channel, path, state, arguments)
     store = prepared.store
@@ -211,7 +207,8 @@ def _save(
                         Written.unpack(report, arrangement.file(rank), prepared.description.block_bytes)
                         for rank, report in enumerate(files.values)
                     ]
-                    commit(store, attempt, arrangement, parts, prepared.description, again=_Again(channel))
+                    saves = commit(store, attempt, arrangement, parts, prepared.description, again=_Again(channel))
+                    retention.apply(store, saves)
             if committed.values[0] != _WAITING:
                 break
     except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
@@ -274,9 +271,16 @@ class SaveMemory:
     def __init__(self) -> None:
         self.known_dtensors = KnownDTensors()
         self.gathering = Gathering(_FACTS)
+        self._store: Store | None = None
         self._rewriting: StateRewriting | None = None
         self._key: object = None
         self._kept: tuple[dict[str, str], Arrangement] | None = None
+
+    def store_of(self, path: Address) -> Store:
+        """The store; every save through this memory goes to the same one, and what it knows of its service is kept."""
+        if self._store is None:
+            self._store = store_of(path)
+        return self._store
 
     def rewriting(self, rewrite: Rewrite) -> StateRewriting:
         """What applies the rewrite; every save through this memory has the same one."""
@@ -314,14 +318,14 @@ def prepare(
     with memory.gathering.agreed(channel) as gathered:
         # All that may refuse on one rank alone is in here, so that every rank learns of it.
         arguments = arguments.checked()
-        store = store_of(path)
+        store = memory.store_of(path)
         held = hold(state, known=memory.known_dtensors)
         facts = [json.dumps(each).encode() for each in (held.aliases, *settings_apart(held.settings))]
         gathered.own = [arguments.text(), pack_pieces(list(held.tensors)), *facts]
         if channel.rank == 0:
-            attempt = begin(store)
+            begun = begin(store)
             # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
-            gathered.value = attempt.pack()
+            gathered.value = begun.pack()
     requests, pieces, aliases_of_all, *settings_of_all = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
@@ -329,6 +333,7 @@ def prepare(
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
     (attempt,) = understood(gathered.values[:1], Attempt.unpack, purpose="place of a save")
+    attempt = begun if channel.rank == 0 else attempt
     ties = understood(aliases_of_all, cache(json_as(dict[str, str])), purpose=_FACTS)
     # Ranks know different settings, such as the optimizers of their own stage.
     settings = merged_settings(settings_of_all, purpose=_FACTS)

@@ -12,17 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface_files import model_files
+from shardwise.checkpoint.model_files import model_files
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.compiled_ops import QUANTISED, SCALES
-from shardwise.rewrite.op_steps import grid_of
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, NamePart, Placeholder, TextPlace
+from shardwise.rewrite.verbs.quantise import QUANTISED, SCALES, grid_of
 
 _ENDINGS: Final = ("_scale_inv", "_scale")
 _QUANTIZATION: Final = "quantization_config"

@@ -7,7 +7,8 @@ from typing import TypeVar
 import xxhash
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
+from shardwise.checkpoint.formats.registry import read_foreign, recognise
+from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select

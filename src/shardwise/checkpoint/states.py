@@ -12,7 +12,7 @@ A state says which pieces this rank has, as views of live tensors: asking copies
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch
 
@@ -161,6 +161,16 @@ CURSOR_KEY = "sw.Data"
 
 State: TypeAlias = Mapping[str, torch.Tensor] | Mapping[Piece, torch.Tensor] | Stateful
 """What `save` and `load` take: tensors (plain or DTensor) by name, tensors by piece, or an object with `state()`."""
+
+
+Weights: TypeAlias = Literal["current", "average"]
+"""The weights as training left them, or the averages that it kept of them."""
+
+
+def check_weights(weights: object) -> None:
+    """Raise CheckpointError for what is not one of the two."""
+    if weights not in get_args(Weights):
+        raise CheckpointError(f'weights is {weights!r}; give "current" or "average"')
 
 
 def wrong_rewrite(rewrite: object) -> list[str]:

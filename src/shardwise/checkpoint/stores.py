@@ -7,19 +7,21 @@ A store is a folder of files. Saves need four acts of it, and only `create` has 
     create  save-00000007/manifest.json                     the commit: whole or absent, and one creator wins
     delete  save-00000006/manifest.json                     from here on save 6 is gone; its other files follow
 
-`LocalStore` and `FsspecStore` implement the protocol. Metadata is read through `OpenFile`, whose errors name the file.
+`LocalStore`, `ObjectStore` and `FsspecStore` implement the protocol. Metadata is read through `OpenFile`, whose errors
+name the file.
 """
 
 import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.objects import SCHEMES, ObjectStore, has_obstore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.errors import CheckpointError
 
@@ -101,6 +103,13 @@ class Store(Protocol):
     Folders exist while they hold a file: they need no making, and go with their last file. All failures are OSError
     (FileNotFoundError, FileExistsError, PermissionError, ... with `strerror`) or EOFError. Names that could lead out of
     the folder raise ValueError.
+
+    A store may know a faster way. These are used where they are there, and are not needed:
+
+        folders() -> names of the folders directly in the store, by a listing that does not enter them
+        sizes(folder) -> bytes of every file below a folder by its name in the store, from one listing
+        delete_all(names) -> None; removes files, in any order, for good before anything that is deleted later
+        check_creation(name) -> None; raises OSError where a second `create` of one name succeeds. Nothing is left
     """
 
     @property
@@ -142,7 +151,9 @@ Address: TypeAlias = str | os.PathLike[str] | Store
 def store_of(where: Address) -> Store:
     """The store of a path ("runs/a") or an address ("s3://bucket/runs/a"); a store is returned as it is."""
     if isinstance(where, str) and "://" in where:
-        return FsspecStore(where)
+        # First the client that is made for it; else what fsspec and its packages reach.
+        by_obstore = where.partition("://")[0] in SCHEMES and has_obstore()
+        return ObjectStore(where) if by_obstore else FsspecStore(where)
     if not isinstance(where, str | os.PathLike):
         # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
         if not hasattr(where, "names"):
@@ -218,6 +229,34 @@ class OneFile:
         return NotADirectoryError(errno.ENOTDIR, text, name)
 
 
+def delete_all(store: Store, names: Sequence[str]) -> None:
+    """Remove files, in any order; see `Store`."""
+    if (of_store := getattr(store, "delete_all", None)) is not None:
+        of_store(names)
+        return
+    for name in names:
+        store.delete(name)
+
+
+def sizes_of(store: Store, names: Collection[str], *, folder: str) -> dict[str, int | str]:
+    """How many bytes files below a folder have, or why they cannot be seen."""
+    if (listed := getattr(store, "sizes", None)) is not None:
+        try:
+            found = listed(folder.rstrip("/"))
+        except OSError as error:
+            return dict.fromkeys(names, reason(error))
+        return {name: found.get(name, os.strerror(errno.ENOENT)) for name in names}
+    seen: dict[str, int | str] = {}
+    for name in names:
+        try:
+            reader = store.open(name)
+            seen[name] = reader.size
+            reader.close()
+        except OSError as error:
+            seen[name] = reason(error)
+    return seen
+
+
 @contextlib.contextmanager
 def about(place: str) -> Iterator[None]:
     """Put the place before every problem that is raised within."""
@@ -245,12 +284,15 @@ class Findings(list[str]):
 
 
 @contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Say in our words what the operating system refuses. what: "the file x cannot be read"."""
+def refusals(what: str, then: Callable[[OSError | EOFError], str] = lambda error: "") -> Iterator[None]:
+    """Say in our words what the operating system refuses.
+
+    what: "the file x cannot be read"; then: what is said behind the words of the system, such as "; nothing was read".
+    """
     try:
         yield
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{what}: {reason(error)}") from error
+        raise CheckpointError(f"{what}: {reason(error)}{then(error)}") from error
 
 
 class OpenFile:

@@ -28,7 +28,7 @@ from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.plan.dtypes import aligned, itemsize_bytes
 from shardwise.rewrite.metas import holds_nans
 from shardwise.space import BlockPart, Move, Piece
-from shardwise.space.moves import stretch_of
+from shardwise.space.moves import moves_between
 
 Ends = tuple[int, int]
 """The rank that gives, and the one that takes; maybe the same one."""
@@ -72,7 +72,7 @@ class PlacedDelivery:
             yield self.delivery.moves
             return
         for start in range(0, self.num_elements, step):
-            yield list(stretch_of(self.delivery.moves, start, min(start + step, self.num_elements)))
+            yield list(moves_between(self.delivery.moves, start, min(start + step, self.num_elements)))
 
     @property
     def _itemsize(self) -> int:
@@ -97,14 +97,14 @@ def placed(batches: Iterable[Iterable[Delivery[Piece, Piece]]]) -> list[list[Pla
     return found
 
 
-Elements = Callable[[Delivery[Piece, Piece], Sequence[Move]], Iterable[torch.Tensor]]
+ElementsOf = Callable[[Delivery[Piece, Piece], Sequence[Move]], Iterable[torch.Tensor]]
 """The elements of some moves of a delivery, in the dtype of its target."""
 
 _AT_ONCE_BYTES = 16 * BLOCK_BYTES
 """So much is read at a time: what is strided, cast or on a device is copied first."""
 
 
-def sums_of(batches: Batches, rank: int, which: int, elements: Elements, *, one_nan: bool) -> Sums:
+def sums_of(batches: Batches, rank: int, which: int, elements: ElementsOf, *, one_nan: bool) -> Sums:
     """The checksums of streams of a rank: of those that it gives (`which` = 0), or of those that it takes (1).
 
     one_nan: take all NaNs for one, also where the plan casts nothing.
@@ -143,11 +143,11 @@ def changed_only(batches: Batches, changed: Mapping[Ends, Sequence[int]]) -> Ite
     """The same batches with the elements of some blocks alone: those that `changed` has of each stream."""
     blocks_of = {ends: frozenset(blocks) for ends, blocks in changed.items()}
     for batch in batches:
-        yield [part for each in batch for part in _stretches(each, blocks_of[each.ends])]
+        yield [part for each in batch for part in _in_blocks(each, blocks_of[each.ends])]
 
 
-def _stretches(each: PlacedDelivery, changed: frozenset[int]) -> Iterator[Delivery[Piece, Piece]]:
-    """What a delivery has of some blocks; blocks that follow one another are one stretch."""
+def _in_blocks(each: PlacedDelivery, changed: frozenset[int]) -> Iterator[Delivery[Piece, Piece]]:
+    """What a delivery has of some blocks; blocks that follow one another stay together."""
     first: int | None = None
     for block in (*each.blocks, each.blocks.stop):
         is_in = block in changed and block in each.blocks
@@ -157,7 +157,7 @@ def _stretches(each: PlacedDelivery, changed: frozenset[int]) -> Iterator[Delive
             start, stop = each.elements_of(first, block)
             first = None
             if start < stop:  # else there is nothing but what fills up an alignment
-                yield replace(each.delivery, moves=list(stretch_of(each.delivery.moves, start, stop)))
+                yield replace(each.delivery, moves=list(moves_between(each.delivery.moves, start, stop)))
 
 
 def tell(channel: Channel, sums: Sums, awaited: Sums, *, by_taker: bool = False) -> tuple[Sums, int]:
@@ -168,15 +168,15 @@ def tell(channel: Channel, sums: Sums, awaited: Sums, *, by_taker: bool = False)
     """
     own = channel.rank
     came = {ends: torch.empty(len(each), dtype=torch.uint8) for ends, each in awaited.items() if ends != (own, own)}
-    told = {ends: each for ends, each in sums.items() if ends != (own, own)}
+    sent = {ends: each for ends, each in sums.items() if ends != (own, own)}
     mover: Mover[Ends, Ends] = Mover(
         channel,
-        take=lambda ends, moves: parts_of(torch.frombuffer(bytearray(told[ends]), dtype=torch.uint8), moves),
+        take=lambda ends, moves: parts_of(torch.frombuffer(bytearray(sent[ends]), dtype=torch.uint8), moves),
         put=lambda ends, moves, elements: fill(came[ends], moves, elements),
         packs_on=torch.device("cpu"),
         purpose="digests of a stream",
     )
-    deliveries = [_message(ends, len(each), by_taker=by_taker) for ends, each in (told | came).items()]
+    deliveries = [_message(ends, len(each), by_taker=by_taker) for ends, each in (sent | came).items()]
     mover.run(by_distance(deliveries, channel))
     here = {ends: each for ends, each in sums.items() if ends == (own, own)}
     return here | {ends: bytes(bytes_of(each)) for ends, each in came.items()}, mover.received_bytes

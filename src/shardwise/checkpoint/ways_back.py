@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface_files import model_files
+from shardwise.checkpoint.model_files import model_files
 from shardwise.checkpoint.outputs import model_of, view_for_conversion
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
 from shardwise.checkpoint.sources import read_contents

@@ -26,7 +26,7 @@ from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
 from shardwise.checkpoint.stream_digests import (
-    Elements,
+    ElementsOf,
     PlacedDelivery,
     Sums,
     changed_only,
@@ -202,7 +202,7 @@ class _StreamLayouts:
     """The same on all ranks, and on none after another call."""
     digests: Sequence[bytes]
     """Of what each rank had said."""
-    told: RankFacts
+    facts: RankFacts
     shared: SharedPieces
     """What of the source several ranks hold."""
     rewriting: StateRewriting | None
@@ -217,14 +217,14 @@ class _StreamLayouts:
 
     def samples(self, channel: Channel, given: _GivenStream) -> bytes:
         """Of the replicas that this rank gives now."""
-        return _samples(channel, given, self.told, self.shared)
+        return _samples(channel, given, self.facts, self.shared)
 
     def held_again(self, channel: Channel, given: _GivenStream) -> Held:
         """What this rank gives now: maybe other tensors in the same layout."""
         held = given.held
         if self.rewriting is not None:
-            told = self.told
-            held = self.rewriting.apply(channel, held, told.pieces, told.ties, told.layout, told.order).held
+            facts = self.facts
+            held = self.rewriting.apply(channel, held, facts.pieces, facts.ties, facts.layout, facts.order).held
         return self.renamed(held)
 
     def renamed(self, held: Held) -> Held:
@@ -235,8 +235,8 @@ class _StreamLayouts:
         )
 
 
-def _samples(channel: Channel, given: _GivenStream, told: RankFacts, shared: SharedPieces) -> bytes:
-    compared = compared_replicas(channel, given.source, given.held, told.layout, None)
+def _samples(channel: Channel, given: _GivenStream, facts: RankFacts, shared: SharedPieces) -> bytes:
+    compared = compared_replicas(channel, given.source, given.held, facts.layout, None)
     return samples_of(shared, channel.rank, compared)()
 
 
@@ -244,11 +244,11 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     """What the layouts of all ranks mean, and what this rank gives. Raises the same error on all ranks."""
     with Gathering(_PURPOSE).agreed(channel) as gathered:
         gathered.own, gathered.value = given.texts, os.urandom(_DIGEST_BYTES)
-    requests, pieces, facts, wants = gathered.texts
+    requests, pieces, packed, wants = gathered.texts
     rewrite = _one_rewrite(channel, requests, given.rewrite)
     rewriting = None if rewrite is None else StateRewriting(rewrite)
-    told = RankFacts.of(pieces, facts, purpose=_PURPOSE)
-    known = Holdings.of(channel, given.held, told, rewriting)
+    facts = RankFacts.of(pieces, packed, purpose=_PURPOSE)
+    known = Holdings.of(channel, given.held, facts, rewriting)
     own_targets = list(given.wanted.tensors)
     pieces_of = unpack_alike(wants, given.texts[-1], own_targets)
     targets = [pieces_of[text] for text in wants]
@@ -264,12 +264,12 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     held = [[piece for piece, _ in each] for each in given_as]
     plan = agree_on_plan(channel, held, targets, max_bytes=DEFAULT_MAX_BYTES, cast=True)
     shared: SharedPieces = ()
-    if "plan" not in told.layout:
+    if "plan" not in facts.layout:
         known_as = unpack_alike(pieces, given.texts[1], list(given.held.tensors))
         shared = shared_pieces(holders_by_tensor([known_as[text] for text in pieces]))
     with agreed(channel, purpose="casts and replicas of a stream") as agreement:
         # Only the giver of a value that its rewrite casts knows of the cast.
-        agreement.value = bytes([bool(known.held.casts)]) + _samples(channel, given, told, shared)
+        agreement.value = bytes([bool(known.held.casts)]) + _samples(channel, given, facts, shared)
     compare_samples(shared, [each[1:] for each in agreement.values])
     sources = dict(given_as[channel.rank])
     deliveries = PlanDeliveries(plan, channel.rank, list(sources), own_targets)
@@ -278,7 +278,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     layouts = _StreamLayouts(
         key=xxhash.xxh3_128_digest(b"".join(gathered.values)),
         digests=digests,
-        told=told,
+        facts=facts,
         shared=shared,
         rewriting=rewriting,
         sources=sources,
@@ -324,7 +324,7 @@ class _StreamCall:
         """Move, and certify."""
         channel, batches = self.channel, self.layouts.batches
         moving = [[each.delivery for each in batch] for batch in batches]
-        num_told = num_skipped = 0
+        digest_bytes = num_skipped = 0
         if delta:
             given, taken = self._sums(0, self._given), self._sums(1, self._taken)
             of_givers, num_came = tell(channel, given, taken)
@@ -332,7 +332,7 @@ class _StreamCall:
             changed = {ends: differing(each, of_takers[ends]) for ends, each in given.items()}
             changed |= {ends: differing(each, of_givers[ends]) for ends, each in taken.items()}
             moving = list(changed_only(batches, changed))
-            num_told = num_came + num_back
+            digest_bytes = num_came + num_back
             num_skipped = sum(num_blocks_of(each) - len(changed[ends]) for ends, each in taken.items())
         mover: Mover[Piece, Piece] = Mover(
             channel,
@@ -345,16 +345,16 @@ class _StreamCall:
             taken = self._sums(1, self._taken)
         if not delta:
             # Not before the move: givers read their tensors while takers read theirs.
-            of_givers, num_told = tell(channel, self._sums(0, self._given), taken)
+            of_givers, digest_bytes = tell(channel, self._sums(0, self._given), taken)
         with agreed(channel, purpose="certificate of a stream") as agreement:
             self._certify(taken, of_givers)
-            told = mover.received_bytes + num_told, sum(map(num_blocks_of, taken.values())), num_skipped
+            counts = mover.received_bytes + digest_bytes, sum(map(num_blocks_of, taken.values())), num_skipped
             skipped = self._arriving_bytes(each.delivery for batch in batches for each in batch)
             skipped -= self._arriving_bytes(each for batch in moving for each in batch)
             digest = xxhash.xxh3_128_hexdigest(b"".join(taken[ends] for ends in sorted(taken)))
-            agreement.value = json.dumps([*told, skipped, digest]).encode()
-        told_of = understood(agreement.values, json_as(_CERTIFICATE), purpose="certificate of a stream")
-        ranks = list(zip(*told_of, strict=True))
+            agreement.value = json.dumps([*counts, skipped, digest]).encode()
+        counts_of = understood(agreement.values, json_as(_CERTIFICATE), purpose="certificate of a stream")
+        ranks = list(zip(*counts_of, strict=True))
         return StreamReport(
             sent_bytes=sum(ranks[0]),
             needed_bytes=self.layouts.needed_bytes,
@@ -383,7 +383,7 @@ class _StreamCall:
                     "meanwhile; stream again before you use the target"
                 )
 
-    def _sums(self, which: int, elements: Elements) -> Sums:
+    def _sums(self, which: int, elements: ElementsOf) -> Sums:
         return sums_of(self.layouts.batches, self.channel.rank, which, elements, one_nan=self.layouts.casts_in_rewrite)
 
     def _arriving_bytes(self, deliveries: Iterable[Delivery[Piece, Piece]]) -> int:

@@ -1,4 +1,8 @@
-"""Whole folders: files of another format, in a folder that is there with all of them or not at all."""
+"""Whole folders: files of another format, in a folder that is there with all of them or not at all.
+
+a file system    files in a hidden folder          it gets the name of the folder, in one act
+other stores     files, each whole when it is seen  the one without which no program takes the others comes last
+"""
 
 import contextlib
 import errno
@@ -8,10 +12,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
-from shardwise.checkpoint.stores import Address, Store, Writer, reason, refusals
+from shardwise.checkpoint.stores import Address, Store, Writer, delete_all, refusals, store_of
 from shardwise.errors import CheckpointError
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
@@ -32,20 +36,25 @@ class PlannedFile(Protocol):
 F = TypeVar("F", bound=PlannedFile)
 
 
-def check_folder(destination: Address) -> str:
-    """The path of a folder that may be made there. Raises CheckpointError for one that holds something, and for others.
+Folder: TypeAlias = str | Store
+"""The path of a folder that can get its name in one act, or a store that is the folder."""
 
-    Only local file systems can give a whole folder its name in one act.
-    """
+
+def location_of(folder: Folder) -> str:
+    """Its path or address."""
+    return folder if isinstance(folder, str) else folder.location
+
+
+def check_folder(destination: Address) -> Folder:
+    """A folder that may be made there. Raises CheckpointError for one that holds something, and for others."""
     if isinstance(destination, LocalStore):
         destination = destination.location
-    # An object store has no folders, so a reader could see half of them.
     if not isinstance(destination, str | os.PathLike) or "://" in os.fspath(destination):
-        where = destination if isinstance(destination, str) else getattr(destination, "location", destination)
-        raise CheckpointError(
-            f"{where} is no local folder, and only a local file system can create a folder in "
-            "one act. Convert to a local folder and copy it, or convert to whole (--to whole)"
-        )
+        store = store_of(destination)
+        with refusals(f"{store.location} cannot be listed"):
+            if next(store.names(), None) is not None:
+                raise _refusal(store.location, "a folder that holds something")
+        return store
     if not os.fspath(destination):
         raise CheckpointError("an empty path was given; name the folder to make")
     # The folder behind a link, because rename does not follow one.
@@ -54,16 +63,78 @@ def check_folder(destination: Address) -> str:
     return path
 
 
-def write_folder(
-    path: str, files: Mapping[str, F], fill: Callable[[F, Writer], object], finish: Callable[[Store], None]
-) -> None:
-    """Make the folder `path` with these files, whole or not at all, and durable.
+def _nothing(_: Store) -> Mapping[str, bytes]:
+    return {}
 
-    fill: writes the bytes of a file. finish: adds others, when these are there and before the folder gets its name.
+
+def write_folder(
+    folder: Folder,
+    files: Mapping[str, F],
+    fill: Callable[[F, Writer], object],
+    small: Mapping[str, bytes],
+    finish: Callable[[Store], Mapping[str, bytes]] = _nothing,
+) -> None:
+    """Make a folder with these files, whole or not at all, and durable. Raises CheckpointError.
+
+    fill: writes the bytes of a file. small: others, which come after these and in their order; the last of them is the
+    one without which nothing is a checkpoint. finish: looks at all of them, and gives more.
+    """
+    if isinstance(folder, str):
+        _write_in_one_act(folder, files, fill, small, finish)
+    else:
+        _write_in_order(folder, files, fill, small, finish)
+
+
+def _in_order(
+    small: Mapping[str, bytes], finish: Callable[[Store], Mapping[str, bytes]], store: Store
+) -> Iterator[tuple[str, bytes]]:
+    """Small files, then what is made when all of them are there."""
+    yield from small.items()
+    yield from finish(store).items()
+
+
+def _write_in_order(
+    store: Store,
+    files: Mapping[str, F],
+    fill: Callable[[F, Writer], object],
+    small: Mapping[str, bytes],
+    finish: Callable[[Store], Mapping[str, bytes]],
+) -> None:
+    """Where a file appears when it is whole, and no folder has to be made.
+
+    What a process leaves that is killed is no checkpoint, and in the way of the next one: nobody knows that it is dead.
+    """
+    large, others = list[str](), list[str]()
+    try:
+        for name, file in files.items():
+            with _making(store.location, name), store.write(name, num_bytes=file.num_bytes) as writer:
+                large.append(name)
+                fill(file, writer)
+        for name, data in _in_order(small, finish, store):
+            with _making(store.location, name):
+                store.create(name, data)
+            others.append(name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            # The last one first, so that at no instant a reader takes a part for the whole.
+            for name in reversed(others):
+                store.delete(name)
+            delete_all(store, large)
+        raise
+
+
+def _write_in_one_act(
+    path: str,
+    files: Mapping[str, F],
+    fill: Callable[[F, Writer], object],
+    small: Mapping[str, bytes],
+    finish: Callable[[Store], Mapping[str, bytes]],
+) -> None:
+    """On a file system.
 
     They are written to a hidden folder next to it, `.<name>.<8 hex digits>.new`, which gets its name at the end. A
     process that is killed leaves the hidden folder: no reader takes it, and the next one that writes to `path` removes
-    it. Raises CheckpointError.
+    it.
     """
     parent, name = os.path.split(path)
     with _making(path, ""):
@@ -81,7 +152,8 @@ def write_folder(
         with _making(path, ""):
             for each in (each for each in files if "/" not in each):
                 os.rename(f"{temporary}/{each}{_PART}", f"{temporary}/{each}")
-            finish(store)
+            for each, data in _in_order(small, finish, store):
+                store.create(each, data)
             sync_folder(temporary)
         with _making(path, ""):
             os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
@@ -139,17 +211,20 @@ def _check_empty(path: str) -> None:
             what = "a folder that holds something"
         else:
             what = "a file"
-    raise CheckpointError(f"{path} is {what}, which is left as it is; name a new folder, or an empty one")
+    raise _refusal(path, what)
 
 
-@contextlib.contextmanager
-def _making(path: str, file: str) -> Iterator[None]:
+def _refusal(path: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} is {what}, which is left as it is; name a new folder, or an empty one")
+
+
+def _making(path: str, file: str) -> contextlib.AbstractContextManager[None]:
     """Say in our words what the file system refuses."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
+
+    def then(error: OSError | EOFError) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and not file:
             # Somebody has made it since the first look: the words for that say more than those of the system.
             _check_empty(path)
-        where = os.path.join(path, file) if file else path
-        raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error
+        return "; nothing was made there"
+
+    return refusals(f"{os.path.join(path, file) if file else path} cannot be written", then)

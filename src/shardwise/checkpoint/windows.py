@@ -14,10 +14,10 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
-from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
@@ -112,6 +112,23 @@ def pieces_in_windows(
         yield [part_of_piece(pieces[at], start, stop) for at, start, stop in window]
 
 
+class Scales(Protocol):
+    """By what elements of a piece are multiplied as they are read: see `block_scales`."""
+
+    @property
+    def scales(self) -> Piece:
+        """What is needed of them: a stored piece."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The memory that takes it."""
+
+    def products(
+        self, view: torch.Tensor, move: Move, taken: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied, (target, source), where `taken` are the elements of a move into the piece; part by part."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadTarget:
     """A stored piece, and the memory that takes its elements."""
@@ -123,7 +140,7 @@ class ReadTarget:
     """Those that the values pass through, from the stored one to that of the view; one only: they are copied."""
     folded: int | None = None
     """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
-    scales: BlockScales | None = None
+    scales: Scales | None = None
     """By what elements are multiplied, before the casts that follow the second dtype, float32."""
 
     def memory(self, dtype: str) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from shardwise.cli.ckpt import ckpt
 from shardwise.cli.convert import convert
 from shardwise.cli.doctor import doctor
 from shardwise.cli.draw import draw
+from shardwise.cli.plan import plan
 from shardwise.cli.schedule import schedule
 from shardwise.cli.top import top
 from shardwise.cli.train import train
@@ -25,6 +26,7 @@ main.add_command(verify)
 ckpt.add_command(convert)
 ckpt.add_command(average)
 main.add_command(ckpt)
+main.add_command(plan)
 main.add_command(schedule)
 main.add_command(draw)
 main.add_command(doctor)

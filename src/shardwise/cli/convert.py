@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -14,8 +14,8 @@ from shardwise.errors import plural
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
-    from shardwise.checkpoint.averaged_weights import Weights
     from shardwise.checkpoint.conversion import ConvertTarget
+    from shardwise.checkpoint.states import Weights
     from shardwise.rewrite import Rewrite
 
 
@@ -30,12 +30,25 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
     return found
 
 
+class Target(click.Choice):  # type: ignore[type-arg]  # click 8.1 knows no parameters
+    """What can be written. Formats of other packages are looked for where it is none of those that come along."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name of the target. Raises BadParameter."""
+        if value not in self.choices:
+            from shardwise.checkpoint.formats.registry import folder_planners
+
+            if value in folder_planners():
+                return str(value)
+        return str(super().convert(value, param, ctx))
+
+
 @click.command("convert")
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
 @click.option(
     "--to",
-    type=click.Choice(["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]),
+    type=Target(["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]),
     default="whole",
     show_default=True,
     help="pieces, whole: a save of shardwise in the folder DST. hf: a new folder DST of Hugging Face files. With the "

@@ -21,6 +21,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from shardwise.comm.torch_private import guard_cuda_devices
+
 _CONVOLUTIONS = {"cuda": "cudnn", "xpu": "mkldnn"}
 """Kind of device -> the part of `torch.backends` that says whether its convolutions round float32 (to TF32)."""
 
@@ -109,7 +111,7 @@ def outlive_threads() -> None:
     """
     # The count first: it loads no driver where it can ask NVML, so that processes may still be forked.
     if torch.backends.cuda.is_built() and not torch.cuda.device_count():
-        getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
+        guard_cuda_devices()
 
 
 def synchronize(device: torch.device) -> None:

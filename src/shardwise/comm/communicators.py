@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.comm.devices import backend_of
+from shardwise.comm.torch_private import OneTensorCalls, can_make_backend, made_backend
 from shardwise.errors import PeerError, PlanError
 
 _SHORT_WAIT_SECONDS = 0.001
@@ -33,20 +34,14 @@ _LONG_WAIT_SECONDS = 0.05
 _Found = TypeVar("_Found")
 
 
-class Communicator(Protocol):
+class Communicator(OneTensorCalls, Protocol):
     """What is used of `torch.distributed.Backend`. Ranks are those of the communicator."""
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /) -> dist.Work:
         """Parts of any sizes, one per rank."""
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, /) -> dist.Work:
-        """Equal parts in one tensor."""
-
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], /) -> dist.Work:
         """Parts of any sizes, one per rank."""
-
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, /) -> dist.Work:
-        """Equal parts in one tensor."""
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], /) -> dist.Work:
         """A part from each rank, and one for each, of any sizes; empty ones are not sent."""
@@ -71,32 +66,17 @@ MakeCommunicator = Callable[[Store, int, int], Communicator]
 def maker(device: torch.device, *, timeout_seconds: float) -> MakeCommunicator:
     """What makes communicators for tensors on `device`; raises PlanError where torch has no backend for it."""
     kind = backend_of(device)
+    if not can_make_backend(kind):
+        raise PlanError(f"a channel for {device} was asked for, but this torch cannot make {kind} communicators itself")
     # Our own watch ends what waits too long, and says why. The clock of the backend must not strike before: it may end
     # the process.
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
-    own_class: Any = getattr(dist, f"ProcessGroup{kind.upper()}", None)
-    plugin: Any = getattr(dist.Backend, "_plugins", {}).get(kind.upper())
-    options_of_plugin: Any = getattr(dist.distributed_c10d, "_DistributedBackendOptions", None)
 
     def make(store: Store, rank: int, size: int) -> Communicator:
-        made: Communicator
-        if plugin is None:
-            options = own_class.Options()
-            options._timeout = timeout
-            with _no_teardown():
-                made = own_class(store, rank, size, options)
-        elif plugin.extended_api:
-            plugin_options = options_of_plugin()
-            plugin_options.store = store
-            plugin_options.group_rank, plugin_options.group_size = rank, size
-            plugin_options.timeout = timeout
-            made = plugin.creator_fn(plugin_options, None)
-        else:
-            made = plugin.creator_fn(store, rank, size, timeout)
+        with _no_teardown():
+            made: Communicator = made_backend(kind, store, rank, size, timeout)
         return made
 
-    if plugin is None and not hasattr(own_class, "Options"):
-        raise PlanError(f"a channel for {device} was asked for, but this torch cannot make {kind} communicators itself")
     return make
 
 

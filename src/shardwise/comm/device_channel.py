@@ -39,6 +39,7 @@ from shardwise.comm.hosts import hosts_of
 from shardwise.comm.messages import as_bytes
 from shardwise.comm.rank_values import RankValues
 from shardwise.comm.tally import RankTally, tally_of
+from shardwise.comm.torch_private import all_gather_equal
 from shardwise.errors import PeerError
 
 _LOOK_SECONDS = 0.1
@@ -237,7 +238,7 @@ class DeviceChannel:
         def begin(communicator: Communicator) -> dist.Work:
             # One kernel straight into the output, where the parts are equal.
             if len(set(signature.counts)) == 1:
-                return communicator._allgather_base(whole, own)
+                return all_gather_equal(communicator, whole, own)
             parts = torch.split(whole, [count * input.element_size() for count in signature.counts])
             return communicator.allgather([list(parts)], [own])
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise.comm.channel import Channel, Signature, sum_in_order
 from shardwise.comm.communicators import Communicator
 from shardwise.comm.messages import as_bytes
+from shardwise.comm.torch_private import reduce_scatter_equal
 
 Sums = Literal["exact", "backend"]
 
@@ -121,7 +122,7 @@ class BackendSum:
         """Let the library add."""
         total, terms = _as_real(self.total), _as_real(self._input)
         if len(set(self._counts)) == 1:
-            return communicator._reduce_scatter_base(total, terms)
+            return reduce_scatter_equal(communicator, total, terms)
         per_element = 2 if self._input.is_complex() else 1
         parts = torch.split(terms, [count * per_element for count in self._counts])
         return communicator.reduce_scatter([total], [list(parts)])

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.comm.communicators import looked_for
+from shardwise.comm.torch_private import gloo_device, gloo_group
 from shardwise.errors import in_words
 
 _TAGS = 1 << 31
@@ -145,18 +146,15 @@ class GlooPairs:
 
     def connect(self, peer: int, address: str) -> _PairGroup:
         """The group of two; returns when both are connected. Raises RuntimeError where they cannot be."""
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=_CONNECT_SHARE * self.timeout_seconds)
-        options._threads = 1  # they carry out collectives, which are not used
         with self._lock:
             # One device for all pairs on a way: it has a port and a thread.
             if address not in self._devices:
-                self._devices[address] = gloo.create_device(hostname=address)
-            options._devices = [self._devices[address]]
+                self._devices[address] = gloo_device(address)
+            device = self._devices[address]
         ends = sorted((self.rank, peer))
         store = _PatientStore(PrefixStore(f"gloo/{ends[0]}-{ends[1]}", self._store), lambda: self.has_ended)
-        group: _PairGroup = gloo(store, ends.index(self.rank), 2, options)
+        timeout = timedelta(seconds=_CONNECT_SHARE * self.timeout_seconds)
+        group: _PairGroup = gloo_group(store, ends.index(self.rank), 2, device, timeout=timeout)
         return group
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ The launcher is one loop over a queue of events: ends of ranks, and signals to t
 
 import collections
 import contextlib
-import ctypes
 import math
 import os
 import queue
@@ -38,15 +37,20 @@ SECONDS_TO_TERMINATE = 5.0
 _SECRET_BYTES = 32
 
 
-# Loaded here and not in the child: between fork and exec a lock that another thread holds is never released.
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+# In a process of its own, which becomes the rank: Python must not run between fork and exec, where a lock that another
+# thread holds is never released. The second line finds a launcher that has died before.
+_DIE_WITH_LAUNCHER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a command that the kernel kills with the launcher, however that ends: PR_SET_PDEATHSIG with SIGKILL (Linux)."""
 
 
-def _die_with_launcher() -> None:
-    """In the child, before it becomes a rank: a launcher that is killed outright leaves no ranks behind (Linux)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _dying_with_launcher(command: Sequence[str]) -> list[str]:
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER, str(os.getpid()), *command]
 
 
 class _RankProcess:
@@ -58,13 +62,12 @@ class _RankProcess:
         self.lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         # A process group of its own: Ctrl-C reaches the launcher alone, which passes it on exactly once.
         self._process = subprocess.Popen(
-            command,
+            _dying_with_launcher(command),
             env=environment,
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=None if rank == 0 else subprocess.STDOUT,
             process_group=0,
-            preexec_fn=_die_with_launcher,
             text=True,
             errors="replace",
         )

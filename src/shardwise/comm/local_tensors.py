@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
+from shardwise.comm.torch_private import cut_by_placement, is_strided_cut, orders_of_cuts, sparse_parts
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
@@ -47,7 +48,7 @@ def dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -149,7 +150,7 @@ def first_shared(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_Stretch = tuple[int, int]
+_IndexRange = tuple[int, int]
 """Consecutive indices of one dim: the first, and the one after the last."""
 
 
@@ -179,9 +180,9 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     _check_readable(name, tensor)
     if tensor.device_mesh.get_coordinate() is None:
         return []
-    held = _local_stretches(name, tensor)
+    held = _local_indices(name, tensor)
     local = local_tensor(tensor)
-    lengths = tuple(_length(stretches) for stretches in held)
+    lengths = tuple(_length(ranges) for ranges in held)
     if tuple(local.shape) != lengths:
         raise CheckpointError(
             f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}. They give this "
@@ -192,8 +193,8 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     return _boxed(name, tensor, local, held)
 
 
-def _local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
-    """Which indices of each dim of a DTensor the local tensor of this rank has, in its order, as stretches.
+def _local_indices(name: str, tensor: "DTensor") -> list[list[_IndexRange]]:
+    """Which indices of each dim of a DTensor the local tensor of this rank has, in its order, as ranges.
 
     Raises `CheckpointError` for summands (`Partial`), and for a rank outside of the mesh.
     """
@@ -202,7 +203,7 @@ def _local_stretches(name: str, tensor: "DTensor") -> list[list[_Stretch]]:
     if coordinate is None:
         raise CheckpointError(f"{name} is a DTensor on {tensor.device_mesh}, in which this rank is not")
     # In the order of the mesh dims: each placement cuts what those before it have left of the dim.
-    held: list[list[_Stretch]] = [[(0, size)] for size in tensor.shape]
+    held: list[list[_IndexRange]] = [[(0, size)] for size in tensor.shape]
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dim = placement.dim  # type: ignore[attr-defined]
@@ -218,9 +219,8 @@ def _check_readable(name: str, tensor: "DTensor") -> None:
             f"{name} is a DTensor with placement {unknown[0]}, which holds no elements; call redistribute() with "
             "Shard and Replicate placements first"
         )
-    # Reading the order of cuts is the one use of a private attribute: torch has no public word for it, and cuts in
-    # another order than the placements' would put elements elsewhere without a trace.
-    for _, mesh_dims in getattr(tensor._spec, "shard_order", None) or ():
+    # Cuts in another order than the placements' would put elements elsewhere without a trace.
+    for mesh_dims in orders_of_cuts(tensor):
         if list(mesh_dims) != sorted(mesh_dims):
             raise CheckpointError(
                 f"{name} is a DTensor that its mesh dims cut in the order {mesh_dims}; first redistribute() it with "
@@ -229,25 +229,21 @@ def _check_readable(name: str, tensor: "DTensor") -> None:
 
 
 def _is_cut(placement: Any) -> bool:
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import Shard
 
-    return isinstance(placement, Shard | _StridedShard)
+    return isinstance(placement, Shard) or is_strided_cut(placement)
 
 
-def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_Stretch]:
+def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_IndexRange]:
     """The positions among `size` that a placement gives to `part` of `num_parts`, split by torch itself."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     shape = (1,) * placement.dim + (size,)
-    if not isinstance(placement, _StridedShard):
+    if not is_strided_cut(placement):
         # Only lengths count, so that a tensor of one repeated element will do, however long the dim.
-        parts, _ = placement._split_tensor(
-            torch.empty(1).expand(shape), num_parts, with_padding=False, contiguous=False
-        )
+        parts = cut_by_placement(placement, torch.empty(1).expand(shape), num_parts)
         stops = list(accumulate(each.size(placement.dim) for each in parts))
         return [(stops[part - 1] if part else 0, stops[part])]
     # A strided shard says which indices it has only by giving them: split the indices themselves, and look for steps.
-    parts, _ = placement._split_tensor(torch.arange(size).view(shape), num_parts, with_padding=False, contiguous=False)
+    parts = cut_by_placement(placement, torch.arange(size).view(shape), num_parts)
     indices = parts[part].flatten()
     breaks = (indices.diff() != 1).nonzero().flatten()
     firsts = [*indices[:1].tolist(), *indices[breaks + 1].tolist()]
@@ -255,9 +251,9 @@ def _share(placement: Any, size: int, num_parts: int, part: int) -> list[_Stretc
     return [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
 
 
-def _selected(held: Sequence[_Stretch], positions: Sequence[_Stretch]) -> list[_Stretch]:
-    """The indices at these positions of `held`; stretches that meet become one."""
-    selected: list[_Stretch] = []
+def _selected(held: Sequence[_IndexRange], positions: Sequence[_IndexRange]) -> list[_IndexRange]:
+    """The indices at these positions of `held`; ranges that meet become one."""
+    selected: list[_IndexRange] = []
     for start, stop in positions:
         passed = 0
         for first, end in held:
@@ -272,16 +268,16 @@ def _selected(held: Sequence[_Stretch], positions: Sequence[_Stretch]) -> list[_
     return selected
 
 
-def _length(stretches: Sequence[_Stretch]) -> int:
-    return sum(stop - start for start, stop in stretches)
+def _length(ranges: Sequence[_IndexRange]) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def _boxed(
-    name: str, tensor: "DTensor", local: torch.Tensor, held: Sequence[Sequence[_Stretch]]
+    name: str, tensor: "DTensor", local: torch.Tensor, held: Sequence[Sequence[_IndexRange]]
 ) -> list[tuple[Piece, torch.Tensor]]:
-    """Every choice of one stretch per dim is a box; its place in the local tensor is that of its stretches."""
-    places = [accumulate((stop - start for start, stop in stretches), initial=0) for stretches in held]
-    choices = [list(zip(stretches, where, strict=False)) for stretches, where in zip(held, places, strict=True)]
+    """Every choice of one range per dim is a box; its place in the local tensor is that of its ranges."""
+    places = [accumulate((stop - start for start, stop in ranges), initial=0) for ranges in held]
+    choices = [list(zip(ranges, where, strict=False)) for ranges, where in zip(held, places, strict=True)]
     pieces = []
     for choice in product(*choices):
         offset = tuple(start for (start, _), _ in choice)

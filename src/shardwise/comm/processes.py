@@ -19,12 +19,10 @@ import contextlib
 import hashlib
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.util import Finalize
-from types import TracebackType
+from multiprocessing.util import Finalize, register_after_fork
 
 import torch
 import torch.distributed as dist
@@ -102,7 +100,6 @@ def processes(
     _watch_over(board, timeout_seconds)
     _drop_in_children(board)
     _speak_at_the_end(board)
-    _speak_of_errors(board)
     channel = ProcessChannel(board, tuple(range(meeting.size)), owns_board=True)
     if meeting.device.type == "cpu":
         return channel
@@ -154,28 +151,21 @@ def _watch_over(board: Switchboard, timeout_seconds: float) -> None:
 
     def speak() -> None:
         if (left := reference()) is not None:
-            left.leave(f"rank {left.rank} {_ENDED}")
+            # Python waits for threads of the program before it runs what `_speak_at_the_end` has left to the end.
+            left.leave(f"rank {left.rank} {_end_in_words()}")
 
     board.quiet_thread = QuietThread(board.watch.activity, timeout_seconds=timeout_seconds, on_quiet=look, on_end=speak)
     weakref.finalize(board, board.quiet_thread.stop).atexit = False
 
 
 def _drop_in_children(board: Switchboard) -> None:
-    """Close in a forked child, such as a data loader's worker, what it has inherited.
+    """Close in a forked worker, such as a data loader's, what it has inherited.
 
-    Peers learn of the death of this rank by the end of its connections. A child would keep them open.
+    Peers learn of the death of this rank by the end of its connections. A worker would keep them open. A child that the
+    program forks itself does so when it first calls the channel.
     """
-    # Weak, since what is registered with the interpreter stays registered: it would keep every board alive.
-    reference = weakref.ref(board)
-
-    def drop() -> None:
-        if (inherited := reference()) is not None:
-            inherited.lock = threading.RLock()  # the thread that holds the other one may not be in this process
-            fact = f"this process was forked from rank {inherited.rank}, which alone can use its channel"
-            inherited.verdict = inherited.verdict or ChannelVerdict(fact=fact, culprit=inherited.rank)
-            inherited.drop(in_child=True)
-
-    os.register_at_fork(after_in_child=drop)
+    # No hook of the interpreter, which would stay for good: multiprocessing forgets a board that is gone.
+    register_after_fork(board, Switchboard.leave_to_parent)
 
 
 def _speak_at_the_end(board: Switchboard) -> None:
@@ -187,35 +177,17 @@ def _speak_at_the_end(board: Switchboard) -> None:
 
     def speak() -> None:
         if (left := reference()) is not None:
-            error = sys.exception() or getattr(sys, "last_value", None)
-            left.leave(f"rank {left.rank} {f'stopped: {in_words(error)}' if error else _ENDED}")
+            left.leave(f"rank {left.rank} {_end_in_words(sys.exception())}")
 
     # Not `atexit`, which processes of multiprocessing leave out. Where the process is killed nothing runs, and the
     # peers see the connection end.
     Finalize(None, speak, exitpriority=0)
 
 
-def _speak_of_errors(board: Switchboard) -> None:
-    """An error that ends the program reaches the peers at once, although threads of it may still run for long.
-
-    Python waits for threads before it runs what `_speak_at_the_end` has left to the end.
-    """
-    reference, process, earlier = weakref.ref(board), os.getpid(), sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        left = reference()
-        # In a session an error ends a line, not the program. A forked child is another program.
-        if left is not None and not hasattr(sys, "ps1") and os.getpid() == process:
-            left.leave(f"rank {left.rank} stopped: {in_words(error)}")
-        earlier(kind, error, traceback)
-
-    sys.excepthook = hook
-
-    def unhook() -> None:
-        if sys.excepthook is hook:
-            sys.excepthook = earlier
-
-    weakref.finalize(board, unhook).atexit = False
+def _end_in_words(error: BaseException | None = None) -> str:
+    """How the program has ended: by this error, or by the one that Python has printed last, or without any."""
+    error = error or getattr(sys, "last_value", None)
+    return f"stopped: {in_words(error)}" if error else _ENDED
 
 
 def _lane(members: tuple[int, ...], kind: str) -> int:

@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from shardwise.comm.devices import group_device, own_device
 from shardwise.comm.handshake import secret_of_the_run
 from shardwise.comm.interfaces import listener_of_the_store
+from shardwise.comm.torch_private import default_store
 from shardwise.errors import PeerError, PlanError, in_words
 from shardwise.launchers import Announced, announced, listening_ports
 
@@ -234,7 +235,7 @@ def meet(
     else:
         device = group_device(device)
     if dist.is_initialized():
-        rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+        rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
     # Every rank makes its channels in the same order, so the n-th ones belong together.
     number = store.add(f"shardwise/{rank}", 1)
     processes = PrefixStore("shardwise/process", store)
@@ -316,7 +317,7 @@ def _store_host(store: Store) -> str | None:
 def store_host_here() -> str | None:
     """The host that serves the store of this program, as far as that is known."""
     if dist.is_initialized():
-        return _store_host(dist.distributed_c10d._get_default_store())
+        return _store_host(default_store())
     world = announced(os.environ)
     return os.environ.get("MASTER_ADDR") if world is None else world.host or None
 

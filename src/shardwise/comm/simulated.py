@@ -27,8 +27,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.channel import (
@@ -46,6 +44,7 @@ from shardwise.comm.device_sums import ExactSum, PartsMemory, Sums, hand_over_pa
 from shardwise.comm.devices import make_current, simulated_devices
 from shardwise.comm.hang_report import Whereabouts, lines_of, report
 from shardwise.comm.tally import RankTally
+from shardwise.comm.torch_private import cached_weights, is_in_forward_mode, restore_cached_weights
 from shardwise.errors import CallMismatchError, ModelError, PeerError, PlanError, ShardwiseError, in_words
 
 T = TypeVar("T")
@@ -120,15 +119,13 @@ class _RandomState:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy = np.random.get_state()
-        self._num_caching = parametrize._cache_enabled
-        self._cached = dict(parametrize._cache)
+        self._weights = cached_weights()
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        parametrize._cache_enabled = self._num_caching
-        parametrize._cache = dict(self._cached)
+        restore_cached_weights(self._weights)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -385,7 +382,7 @@ class _World:
             successor = self._next_after(rank)
             # The own turn again: this rank goes round the loop once more and finds what has stopped the world.
             if successor is not rank:
-                if forward_ad._current_level >= 0:
+                if is_in_forward_mode():
                     raise ModelError(_FORWARD_MODE)
                 rank.random_state = _RandomState()
                 self._give_baton(successor)

@@ -14,6 +14,7 @@ count the messages of a lane::
 
 import collections
 import json
+import os
 import struct
 import threading
 import time
@@ -126,11 +127,11 @@ class Switchboard:
         """The program has got an error of this board."""
         # Reentrant: the channel holds it over several calls of the board, such as expect and start, whose order on the
         # lanes must not be broken by another thread.
-        self.lock = threading.RLock()
-        """Held during every call, so that threads take turns."""
+        self._lock = threading.RLock()
+        self._process = os.getpid()
         self.known = KnownRanks(rank, timeout_seconds=timeout_seconds)
         """What the others have said of themselves."""
-        self.links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self.known, lock=self.lock)
+        self.links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self.known, lock=self._lock)
         self.pairs = pairs
         """Lines of gloo, None where there are none."""
         # A board that the program has let go of ends its connections, although their threads hold them.
@@ -141,6 +142,13 @@ class Switchboard:
         self.watch = HangWatch(rank, len(self.kernels), timeout_seconds=timeout_seconds)
         self.quiet_thread: QuietThread | None = None
         """Calls `look` while this rank makes no call."""
+
+    @property
+    def lock(self) -> "threading.RLock":
+        """Held during every call, so that threads take turns. A forked child finds out here that it is one."""
+        if os.getpid() != self._process:
+            self.leave_to_parent()
+        return self._lock
 
     # Building transfers. Messages of one lane between two ranks are matched in order; lanes do not affect each other.
 
@@ -655,10 +663,21 @@ class Switchboard:
         finally:
             self.lock.release()
 
-    def drop(self, *, in_child: bool = False) -> None:
-        """Close the connections without a word; for a forked child, which must not hold them open."""
+    def leave_to_parent(self) -> None:
+        """In a forked child: close what it has inherited, which it must not hold open."""
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # the thread that holds the other one may not be in this process
+        fact = f"this process was forked from rank {self.rank}, which alone can use its channel"
+        self.verdict = self.verdict or ChannelVerdict(fact=fact, culprit=self.rank)
         if self.pairs is not None:
-            (self.pairs.leave_to_parent if in_child else self.pairs.close)()
+            self.pairs.leave_to_parent()
+        self.links.close()
+        self.pool.close()
+
+    def drop(self) -> None:
+        """Close the connections without a word."""
+        if self.pairs is not None:
+            self.pairs.close()
         self.links.close()
         self.pool.close()
 

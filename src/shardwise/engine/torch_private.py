@@ -47,9 +47,11 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """A context: classes of tensors do not answer; modes do."""
 # To push and pop is not to enter and leave: a mode of the user may begin to count anew when it is entered.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-top_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
-push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
-pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
+# In C: asked around each call of a placed module.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode

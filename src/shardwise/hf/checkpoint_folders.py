@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign import recognise
-from shardwise.checkpoint.foreign.torch_files import read_file
+from shardwise.checkpoint.formats.registry import recognise
+from shardwise.checkpoint.formats.torch_files.saved_values import read_file
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import OneFile, OpenFile, about, reason

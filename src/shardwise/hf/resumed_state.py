@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import nn
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign.optimizer_states import is_optimizer
-from shardwise.checkpoint.foreign.strided import TensorPlace
-from shardwise.checkpoint.foreign.torch_files import read_file
+from shardwise.checkpoint.formats.optimizer_states import is_optimizer
+from shardwise.checkpoint.formats.strided import TensorPlace
+from shardwise.checkpoint.formats.torch_files.saved_values import read_file
 from shardwise.checkpoint.loading import load_seen
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.numbered_state import as_numbered

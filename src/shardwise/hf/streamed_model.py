@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.huggingface_files import ShardFile, shards_of
+from shardwise.checkpoint.formats.huggingface.writing import ShardFile, shards_of
 from shardwise.checkpoint.safetensors_files import JoinedWrites
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine

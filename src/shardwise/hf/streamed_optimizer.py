@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ArchiveFilling, saved_tensor
+from shardwise.checkpoint.formats.torch_files.archive_writer import Archive, ArchiveFile, ArchiveFilling, saved_tensor
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
 from shardwise.engine.parameter_kinds import is_shell

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
+from shardwise.checkpoint.formats.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.sources import read_contents
 from shardwise.engine import Engine

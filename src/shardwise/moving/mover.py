@@ -25,7 +25,7 @@ from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.plan.dtypes import aligned
 from shardwise.routes.reshard_plan import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
-from shardwise.space.moves import stretch_of
+from shardwise.space.moves import moves_between
 
 S = TypeVar("S", bound=Hashable)
 T = TypeVar("T", bound=Hashable)
@@ -297,7 +297,7 @@ class PlanDeliveries:
             name, route = self._plan.tensors[lot.tensor]
             tasks = self._tasks[route]
             for at in tasks if lot.share is None else [lot.share] if lot.share in tasks else []:
-                start, stop = lot.stretch(tasks[at].share.num_elements)
+                start, stop = lot.bounds(tasks[at].share.num_elements)
                 if start < stop:
                     yield self._delivery(name, route, at, start, stop)
 
@@ -313,7 +313,7 @@ class PlanDeliveries:
         moves: Sequence[Move] = self._moves(route, at)
         # Only shares that do not fit into a batch are cut, and their moves with them.
         if stop - start < task.share.num_elements:
-            moves = list(stretch_of(moves, start, stop))
+            moves = list(moves_between(moves, start, stop))
         held, wanted = self._plan.routes[route].held, self._plan.routes[route].wanted
         source, target = held[task.share.source].piece, wanted[task.share.target].piece
         # Pieces of a route have no names. The other rank's stays as it is: only this one's tensors are asked for.

@@ -7,6 +7,7 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     which module is on which stage   stages, balance
     in which order a stage works     schedules, schedule_check, timeline
     who owns which elements          buckets, units, residency, memory
+    which layout to take             layouts
     what is kept for backward        units, activation_budget
     what is cut along tp             tensor_rules -> tensor_matching -> tensor_cuts -> tensor_plan; tensor_inference
     what a save knows of training    saved_settings, optimizer_entries, model_records

@@ -225,7 +225,7 @@ def _unfit(
 def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: ForwardTrace, num_ranks: int) -> str:
     """Why the groups of a family cannot be laid over the ranks; nothing where they can."""
     # One order for all, or orders without a common group: then cutting each into equal runs puts a group on one rank.
-    orders = {stretch.order for groups in members.sequences(maps) for stretch in _stretches(groups)}
+    orders = {part.order for groups in members.sequences(maps) for part in _parts_of(groups)}
     fewest = min(map(len, orders), default=0)
     if fewest < num_ranks:
         reason = next((trace.reasons[group] for order in orders for group in order if group in trace.reasons), "")
@@ -244,7 +244,7 @@ def _tied(each: TracedMap) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupStretch:
+class _DimPart:
     """Groups side by side, each with as many indices."""
 
     order: Groups
@@ -255,7 +255,7 @@ class _GroupStretch:
         return len(self.order) * self.unit
 
 
-def _stretches(groups: Groups) -> list[_GroupStretch]:
+def _parts_of(groups: Groups) -> list[_DimPart]:
     """A dim as parts; in each part every group has one run of the same length."""
     # [0 0 1 1 | 0 1]: runs (0, 2) (1, 2) (0, 1) (1, 1). A new part begins where a group comes again, or a run has
     # another length than those before it. Groups as (order, unit): (0 1, 2) and (0 1, 1).
@@ -265,24 +265,24 @@ def _stretches(groups: Groups) -> list[_GroupStretch]:
             runs[-1][1] += 1
         else:
             runs.append([group, 1])
-    found: list[_GroupStretch] = []
+    found: list[_DimPart] = []
     order: dict[int, None] = {}
     unit = 0
     for group, length in runs:
         if order and (length != unit or group in order):
-            found.append(_GroupStretch(tuple(order), unit))
+            found.append(_DimPart(tuple(order), unit))
             order = {}
         order[group] = None
         unit = length
-    return [*found, _GroupStretch(tuple(order), unit)] if order else found
+    return [*found, _DimPart(tuple(order), unit)] if order else found
 
 
 def _settings(groups: Groups) -> str:
-    stretches = _stretches(groups)
-    counts = "+".join(str(len(each.order)) for each in stretches)
-    if len(stretches) == 1:
+    parts = _parts_of(groups)
+    counts = "+".join(str(len(each.order)) for each in parts)
+    if len(parts) == 1:
         return f"groups={counts}"
-    return f"parts={'+'.join(str(each.size) for each in stretches)}, groups={counts}"
+    return f"parts={'+'.join(str(each.size) for each in parts)}, groups={counts}"
 
 
 def _family(members: _Members, maps: Mapping[str, TracedMap]) -> MapFamily:
@@ -290,12 +290,12 @@ def _family(members: _Members, maps: Mapping[str, TracedMap]) -> MapFamily:
     rules |= {each: f"row({_settings(maps[each].inputs[0])})" for each in members.rows}
     rules |= {each.name: f"column(dim={each.dim}, {_settings(each.groups)})" for each in members.parameters}
     sequences = members.sequences(maps)
-    stretches = [stretch for groups in sequences for stretch in _stretches(groups)]
+    parts = [part for groups in sequences for part in _parts_of(groups)]
     return MapFamily(
         columns=tuple(members.columns),
         rows=tuple(members.rows),
-        num_groups=min(len(each.order) for each in stretches),
-        widths=frozenset({each.size for each in stretches} | {len(groups) for groups in sequences}),
+        num_groups=min(len(each.order) for each in parts),
+        widths=frozenset({each.size for each in parts} | {len(groups) for groups in sequences}),
         rules=rules,
     )
 

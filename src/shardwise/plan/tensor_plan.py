@@ -21,7 +21,7 @@ from shardwise.plan.specs import toml_text
 from shardwise.space import Portion
 
 Ranges = tuple[tuple[int, int], ...]
-"""Stretches of one dim, from and to, that a rank has side by side."""
+"""Ranges of one dim, from and to, that a rank has side by side."""
 
 StyleKind = (
     Literal["column", "row", "vocab", "channels", "sum", "once", "hide", "tail", "sequence", "split", "heads"]

@@ -12,45 +12,32 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
-from shardwise.rewrite.compiled_ops import OPEN, Degrees
+from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.expansion import Expanded
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
-from shardwise.rewrite.statements import Ffn, QkvPerRank, StatementOperation
 from shardwise.rewrite.strided_views import Shapes, StridedView, ViewedTensor, fragments_of, turned
+from shardwise.rewrite.verbs.fused import Fused
+from shardwise.rewrite.verbs.operation import Degrees, Operation
 from shardwise.space import Box
 
-Where: TypeAlias = tuple[int, Expanded]
+InstanceKey: TypeAlias = tuple[int, Expanded]
 """Which task of a section, and which instance."""
 
-Laid: TypeAlias = Mapping[Where, Degrees]
-"""The degrees of instances that layouts tell."""
+KnownDegrees: TypeAlias = Mapping[InstanceKey, Degrees]
+"""The degrees of instances, as layouts tell them."""
 
 
-Apart: TypeAlias = tuple[tuple[StatementOperation, ...], tuple[StatementOperation, ...], tuple[StatementOperation, ...]]
-"""The operations before the one that lays tensors out for ranks, that one (none: there is none), those after it."""
+def fused_in(operations: Iterable[Operation]) -> Fused | None:
+    """The one of a statement's operations that lays tensors out for ranks; None where there is none."""
+    # What joins or splits does so once in a statement.
+    return next((each for each in operations if isinstance(each, Fused) and each.is_per_rank), None)
 
 
-def apart(operations: tuple[StatementOperation, ...]) -> Apart:
-    """Take operations apart at the one that lays tensors out for ranks."""
-    for at, each in enumerate(operations):
-        # A statement has at most one such operation: what joins or splits does so once.
-        if isinstance(each, Ffn | QkvPerRank):
-            return operations[:at], operations[at : at + 1], operations[at + 1 :]
-    return operations, (), ()
-
-
-def said(operations: Apart) -> Degrees:
-    """The degrees that a statement says."""
-    fused = operations[1][0] if operations[1] else None
-    return (fused.source_degree, fused.target_degree) if isinstance(fused, Ffn | QkvPerRank) else OPEN
-
-
-def degrees_in(operations: tuple[StatementOperation, ...]) -> Iterator[int | None]:
+def degrees_in(operations: Iterable[Operation]) -> Iterator[int | None]:
     """The degrees of the fused tensors among those of a statement; None where it says none."""
-    for each in operations:
-        if isinstance(each, Ffn | QkvPerRank):
-            yield from [each.source_degree] * (each.sources == 1) + [each.target_degree] * (each.targets == 1)
+    if (fused := fused_in(operations)) is not None:
+        yield from [fused.source_degree] * (fused.sources == 1) + [fused.target_degree] * (fused.targets == 1)
 
 
 class _UseOfFused(NamedTuple):
@@ -68,15 +55,20 @@ class _Fusing:
     """An instance that lays tensors out for ranks."""
 
     section: int
-    where: Where | None
+    key: InstanceKey | None
     """None: optimizer state, which goes with its parameter."""
-    operation: Ffn | QkvPerRank
+    operation: Fused
     taken: Node
     """The first tensor that the operation takes."""
     made: TensorMeta
     """The first that it makes."""
-    axis: int
     degrees: Degrees
+
+    @property
+    def axis(self) -> int:
+        """Along which it lays out."""
+        assert self.operation.axis is not None, "operations that were carried out say it"
+        return self.operation.axis
 
     @property
     def layout_taken(self) -> tuple[int, ...]:
@@ -120,16 +112,13 @@ class Fusings:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def take(
-        self, where: Where | None, operation: StatementOperation, inputs: Sequence[Node], made: Sequence[TensorMeta]
-    ) -> tuple[Node, ...]:
+    def take(self, key: InstanceKey | None, ops: CompiledOps, inputs: Sequence[Node]) -> tuple[Node, ...]:
         """Note an instance, and return what stands for the tensors that its operation makes of `inputs`."""
-        assert isinstance(operation, Ffn | QkvPerRank)
-        taken, rank = inputs[0], len(inputs[0].meta.shape)
-        # AOA's default, as `compile_ops` has it.
-        axis = operation.axis if operation.axis is not None else min(1, rank - 1)
-        degrees = operation.source_degree, operation.target_degree
-        fusing = _Fusing(self.section, where, operation, taken, made[0], axis % rank, degrees)
+        back = ops.inverse.join_or_split
+        assert isinstance(back, Fused), "others lay nothing out"
+        assert ops.making is not None, "it was carried out"
+        operation, made = back.undone(), ops.making.made
+        fusing = _Fusing(self.section, key, operation, inputs[0], made[0], operation.degrees)
         self._found.append(fusing)
         nodes = []
         for place, meta in enumerate(made):
@@ -139,9 +128,9 @@ class Fusings:
             nodes.append(source_node(name, meta, self._sources))
         return tuple(nodes)
 
-    def laid(
+    def found_degrees(
         self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
-    ) -> list[dict[Where, Degrees]]:
+    ) -> list[dict[InstanceKey, Degrees]]:
         """For each section the degrees of its instances, as the layouts of sources and target tell them."""
         self._tells = any(meta.degrees for meta in sources.values()), any(meta.degrees for meta in wanted.values())
         # Back from the target: in which outputs do elements of each stand-in come out?
@@ -156,13 +145,13 @@ class Fusings:
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
                 each.degrees = each.degrees[0], self._made_for(each, self._uses.get(leaf, []))
-        found: list[dict[Where, Degrees]] = [{} for _ in range(self.section + 1)]
+        found: list[dict[InstanceKey, Degrees]] = [{} for _ in range(self.section + 1)]
         for each in self._found:
             if each.operation.sources == 1 and each.degrees[0] is None:
                 each.degrees = self._taken_for(each, sources), each.degrees[1]
             # Optimizer state has no say of its own: it is laid out like its parameter, whose degree it gets.
-            if each.where is not None:
-                found[each.section][each.where] = each.degrees
+            if each.key is not None:
+                found[each.section][each.key] = each.degrees
         return found
 
     def lasting(
@@ -170,23 +159,23 @@ class Fusings:
     ) -> dict[str, tuple[int, ...]]:
         """For how many ranks the dims of outputs with elements of fused tensors are laid out, whatever cuts them later.
 
-        To be asked after `laid`. 0: this cannot be said of the whole dim.
+        To be asked after `found_degrees`. 0: this cannot be said of the whole dim.
         """
         found = {}
         for name, node in outputs.items():
             # Optimizer state that goes along is laid out like its parameter, whose statement says it.
             fused = {leaf: self._of[leaf] for leaf in node.leaves if leaf in self._of}
-            fused = {leaf: each for leaf, each in fused.items() if each.where is not None and each.layout_lasting}
+            fused = {leaf: each for leaf, each in fused.items() if each.key is not None and each.layout_lasting}
             kept = {leaf for leaf in node.leaves if leaf not in self._of and sources[leaf].recorded}
             if not node.meta.shape or not (fused or kept):
                 continue
             # Laid out for the target: the way back asks the same layout, and so finds the same degrees.
-            told = [
+            wanted_layouts = [
                 _layout(wanted[name]) if name in wanted else ()
                 for each in fused.values()
                 if each.operation.target_degree is None
             ]
-            layouts = [each or (1,) * len(node.meta.shape) for each in told[:1]]
+            layouts = [each or (1,) * len(node.meta.shape) for each in wanted_layouts[:1]]
             # Others came with their degrees: those are seen in each dim of the output.
             metas = [
                 fused[leaf].made._replace(degrees=fused[leaf].layout_lasting)
@@ -231,13 +220,13 @@ class Fusings:
         if key not in self._degrees:
             shape = fusing.made.shape
             cuts = [
-                _cuts_along(fusing.axis, laid, use.degrees, Shapes({str(use.number): fusing.made}))
+                _cuts_along(fusing.axis, part, use.degrees, Shapes({str(use.number): fusing.made}))
                 for use in uses
-                if use.degrees is not None and (laid := self._part(use.form, str(use.number))) is not None
+                if use.degrees is not None and (part := self._part(use.form, str(use.number))) is not None
             ]
             self._degrees[key] = _degree_along(shape[fusing.axis], cuts)
-        untold = not self._tells[1] and not all(use.degrees for use in uses)
-        return _unless_untold(self._degrees[key], untold=untold)
+        is_open = not self._tells[1] and not all(use.degrees for use in uses)
+        return _unless_open(self._degrees[key], is_open=is_open)
 
     def _part(self, form: Form, number: str) -> ViewedTensor | None:
         """What of a form comes of one of its sources."""
@@ -267,17 +256,17 @@ class Fusings:
             else:
                 cuts = _cuts_of_sources(node, {str(number): meta for number, meta in enumerate(metas)}, axis)
                 self._degrees[key] = _degree_along(node.meta.shape[axis], [each for _, each in cuts])
-        untold = not self._tells[0] and not all(leaf in self._of for leaf in node.leaves)
-        return _unless_untold(self._degrees[key], untold=untold)
+        is_open = not self._tells[0] and not all(leaf in self._of for leaf in node.leaves)
+        return _unless_open(self._degrees[key], is_open=is_open)
 
     def _meta_of(self, leaf: str, sources: Mapping[str, TensorMeta]) -> TensorMeta:
         fusing = self._of.get(leaf)
         return sources[leaf] if fusing is None else fusing.made._replace(degrees=fusing.layout_made)
 
 
-def _unless_untold(degree: int, *, untold: bool) -> int | None:
+def _unless_open(degree: int, *, is_open: bool) -> int | None:
     """A degree; None for the 1 of tensors of whose layouts nothing is known: with them it may be another."""
-    return None if untold and degree == 1 else degree
+    return None if is_open and degree == 1 else degree
 
 
 def _layout(meta: TensorMeta) -> tuple[int, ...]:
@@ -316,8 +305,8 @@ class _OwnedIndices(NamedTuple):
 _BoxOwners: TypeAlias = frozenset[_BoxOwner]
 
 
-def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_OwnedIndices]:
-    """The ranks of the indices along dim `axis` of the one source of `laid`, a tensor in boxes.
+def _cuts_along(axis: int, tensor: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_OwnedIndices]:
+    """The ranks of the indices along dim `axis` of the one source of `tensor`, which is in boxes.
 
     degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the views.
     """
@@ -330,12 +319,12 @@ def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: S
     unknown = [dim for dim, degree in enumerate(degrees) if degree == 0]
     cuts = []
     for ranks in product(*[range(degrees[dim]) for dim in known]):
-        offset, stop = [0] * len(laid.shape), list(laid.shape)
+        offset, stop = [0] * len(tensor.shape), list(tensor.shape)
         for dim, rank in zip(known, ranks, strict=True):
-            offset[dim] = rank * laid.shape[dim] // degrees[dim]
-            stop[dim] = (rank + 1) * laid.shape[dim] // degrees[dim]
+            offset[dim] = rank * tensor.shape[dim] // degrees[dim]
+            stop[dim] = (rank + 1) * tensor.shape[dim] // degrees[dim]
         box = Box(tuple(offset), tuple([b - a for a, b in zip(offset, stop, strict=True)]))
-        for each in fragments_of(laid.meeting(box), shapes):
+        for each in fragments_of(tensor.meeting(box), shapes):
             start, size = each.offset[axis], each.shape[axis]
             owner = _BoxOwner(
                 tuple([degrees[dim] for dim in known]), ranks, tuple([each.first[dim] for dim in unknown])

@@ -10,10 +10,12 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from shardwise.plan.names import is_state_name, split_state_name, state_name
-from shardwise.rewrite.compiled_ops import OPEN, OpsRefusal, compile_ops
+from shardwise.rewrite.compiled_ops import compile_ops
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Cast, Crop, Pad, Statement, StatementOperation, Unstack
+from shardwise.rewrite.statements import Statement
+from shardwise.rewrite.verbs.operation import OPEN, Operation, OpsRefusal
+from shardwise.rewrite.verbs.stack import Unstack
 
 _COMPARED = 4000
 """Names among which one that was perhaps meant is looked for."""
@@ -143,7 +145,7 @@ class Environment:
             return None
         # Casts change no shape, and a cast that is `recorded` would be refused: only the number of indices is asked
         # here.
-        before = tuple([each for each in operations[:at] if not isinstance(each, Cast)])
+        before = on_state(operations[:at], is_master=True)
         unstack, ops = operations[at], compile_ops(before, (statement.left[0].transposed,), (node.meta,), 1, OPEN)
         if isinstance(ops, OpsRefusal) or not isinstance(unstack, Unstack):
             return None
@@ -197,23 +199,10 @@ class Follow(NamedTuple):
     """Whether only parameters with dims tell what it is. Then what comes out has to tell it too, for the way back."""
 
 
-def on_state(operations: tuple[StatementOperation, ...], *, is_master: bool) -> tuple[StatementOperation, ...]:
-    """The effect of operations on the optimizer state of parameters, which has its own dtypes.
-
-    Masters are padded as weights are, other state with 0: elements that were never trained have no moments.
-    """
-    kept = [each for each in operations if not isinstance(each, Cast)]
-    return tuple(kept if is_master else map(_filled_with_0, kept))
-
-
-def _filled_with_0(operation: StatementOperation) -> StatementOperation:
-    match operation:
-        case Pad(sizes):
-            return Pad(sizes, "0")
-        case Crop(sizes, fill):
-            return Crop(sizes, None if fill is None else "0")
-        case _:
-            return operation
+def on_state(operations: tuple[Operation, ...], *, is_master: bool) -> tuple[Operation, ...]:
+    """The effect of operations on the optimizer state of parameters, which has its own dtypes: without casts."""
+    kept = [each.on_state(is_master=is_master) for each in operations]
+    return tuple([each for each in kept if each is not None])
 
 
 def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:

@@ -11,8 +11,8 @@ from math import prod
 from types import MappingProxyType
 
 from shardwise.plan.names import WEIGHT_KEYS, is_state_name, state_name
-from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
-from shardwise.rewrite.degrees import Apart, Fusings, Laid, Where, apart, said
+from shardwise.rewrite.compiled_ops import CompiledOps, compile_ops
+from shardwise.rewrite.degrees import Fusings, KnownDegrees, fused_in
 from shardwise.rewrite.environment import (
     Environment,
     Variable,
@@ -27,9 +27,10 @@ from shardwise.rewrite.environment import (
 from shardwise.rewrite.expansion import AppliedInstance, Expanded, StatementTask, expand
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_ops
-from shardwise.rewrite.op_steps import Dequantises
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import SHOWN, Dequantise, Quantise, Statement, StatementFinding, StatementOperation
+from shardwise.rewrite.statements import SHOWN, Statement, StatementFinding
+from shardwise.rewrite.verbs.fused import Fused
+from shardwise.rewrite.verbs.operation import OPEN, Degrees, Operation, OpsRefusal
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ def evaluate(
     wanted: Mapping[str, TensorMeta] | None = None,
     added: Iterable[str] = (),
     *,
-    laid: Laid = MappingProxyType({}),
+    degrees: KnownDegrees = MappingProxyType({}),
     fusings: Fusings | None = None,
     is_proof: bool = False,
 ) -> Evaluation:
@@ -73,11 +74,11 @@ def evaluate(
 
     `wanted` are the tensors of the target, None where it is not known. They say what stars and placeholders on the
     right stand for, and which variables come out although they were read. Whether the outputs are what the target wants
-    is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
+    is another question. `added` are variables without elements. `degrees` are those that layouts tell; `fusings`
     notes all that have degrees. `is_proof`: what comes out is compared and never read, so that what was quantised may
     be dequantised again.
     """
-    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings, is_proof=is_proof)
+    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, degrees, fusings, is_proof=is_proof)
     for number, task in enumerate(tasks):
         evaluator.task = number
         evaluator.carry_out(task)
@@ -91,14 +92,14 @@ class _TaskEvaluator:
         self,
         environment: Environment,
         wanted: Mapping[str, TensorMeta] | None,
-        laid: Laid,
+        degrees: KnownDegrees,
         fusings: Fusings | None,
         *,
         is_proof: bool,
     ) -> None:
         self.environment = environment
         self.done = Evaluation(environment)
-        self.laid = laid
+        self.degrees = degrees
         self.fusings = fusings
         self.is_proof = is_proof
         self.task = 0
@@ -129,7 +130,7 @@ class _TaskEvaluator:
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
             self._hide(statement)
             return
-        todo: list[tuple[tuple[StatementOperation, ...], Sequence[Expanded]]] = []
+        todo: list[tuple[tuple[Operation, ...], Sequence[Expanded]]] = []
         findings: list[StatementFinding] = []
         for group in task.groups:
             # As it was written: the names that there are decide. Otherwise this undoes something, and its instances are
@@ -177,7 +178,7 @@ class _TaskEvaluator:
 
     def compiled(
         self,
-        operations: tuple[StatementOperation, ...],
+        operations: tuple[Operation, ...],
         transposed: tuple[bool, ...] | None,
         metas: tuple[TensorMeta, ...],
         num_results: int,
@@ -216,7 +217,7 @@ def _rescaling_fault(ops: CompiledOps, nodes: Sequence[Node], read: Sequence[Var
     for variable, node in zip(read, nodes, strict=True):
         if node.form.quantised is not None:
             return f"{variable.name} is quantised: it can have another name, but nothing more is done with it"
-        if isinstance(ops.rescaling, Dequantises) and not node.form.is_source:
+        if ops.rescaling is not None and not ops.rescaling.quantises and not node.form.is_source:
             return (
                 f"{variable.name} is no stored tensor, but made by a statement: dequantise what is stored, and do the "
                 "rest with the result"
@@ -233,16 +234,13 @@ class _Carrying:
         self._evaluator = evaluator
         self._variables = evaluator.environment.variables
         self._statement = statement
-        self._operations: tuple[StatementOperation, ...] = ()
-        self._apart = self._along_apart = apart(())
-        self._along: tuple[StatementOperation, ...] = ()
-        """What is done with the state that is looked at, and the same apart."""
-        self._on_state: dict[bool, tuple[tuple[StatementOperation, ...], Apart]] = dict.fromkeys(
-            (True, False), (self._along, self._apart)
-        )
+        self._operations: tuple[Operation, ...] = ()
+        self._along: tuple[Operation, ...] = ()
+        """What is done with the state that is looked at."""
+        self._on_state: dict[bool, tuple[Operation, ...]] = {True: (), False: ()}
         """What is done with masters, and with other state."""
-        self._said = OPEN
-        self._laid: Laid = {}
+        self._fused: Fused | None = None
+        """The operation that lays tensors out for ranks."""
         self._applied = applied_instances
         self._writings: list[Variable] = []
         """What is written when all have read."""
@@ -251,17 +249,12 @@ class _Carrying:
         self._wrong: dict[str, list[tuple[str, Expanded]]] = {}
         """Findings that are alike: messages and instances."""
 
-    def carry_out(self, parts: Iterable[tuple[tuple[StatementOperation, ...], Iterable[Expanded]]]) -> None:
+    def carry_out(self, parts: Iterable[tuple[tuple[Operation, ...], Iterable[Expanded]]]) -> None:
         """Carry instances out, all of whose left names are there, each with the operations that apply to it."""
         for operations, instances in parts:
             self._operations = operations
-            # `dtype='bfloat16'` is meant for the weights. Moments in bfloat16 would be another optimizer.
-            along = {is_master: on_state(operations, is_master=is_master) for is_master in (True, False)}
-            self._on_state = {is_master: (each, apart(each)) for is_master, each in along.items()}
-            self._apart = apart(operations)
-            self._said = said(self._apart)
-            # Looking up each instance is left out for statements that lay nothing out for ranks.
-            self._laid = self._evaluator.laid if self._apart[1] else {}
+            self._on_state = {is_master: on_state(operations, is_master=is_master) for is_master in (True, False)}
+            self._fused = fused_in(operations)
             self._carry_out(instances)
         # All have read what was there before the statement, so that `layers.$L -> layers.$L+1` shifts every layer once.
         self._write()
@@ -300,7 +293,7 @@ class _Carrying:
     def _take(self, expanded: Expanded, read: tuple[Variable, ...]) -> tuple[Degrees, tuple[Node, ...]]:
         """Carry the operations out on the tensors. Return the degrees that this needed, and what is made of them."""
         left, right, transposed = expanded
-        degrees = self._said
+        degrees = OPEN if self._fused is None else self._fused.degrees
         made: tuple[Node, ...] = ()
         if not right:
             self._drop(read)
@@ -317,7 +310,8 @@ class _Carrying:
                 self._write_unknown(expanded, right)
                 return degrees, made
             # By task and instance, for the same fused statement may meet layers that are cut differently.
-            degrees = self._laid.get((self._evaluator.task, expanded), degrees)
+            if self._fused is not None:
+                degrees = self._evaluator.degrees.get((self._evaluator.task, expanded), degrees)
             made = self._compute(expanded, read, right, nodes, degrees, along=False)
         return degrees, made
 
@@ -366,42 +360,15 @@ class _Carrying:
             self._write_unknown(expanded, right)
             return ()
         # The first of two passes (see degrees.py): what is made goes on as a source of its own, which can be followed.
-        if self._evaluator.fusings is not None and self._apart[1]:
-            where = None if along else (self._evaluator.task, expanded)
-            made = self._stand_in(self._evaluator.fusings, where, expanded, nodes, along)
+        fusings = self._evaluator.fusings
+        if fusings is not None and self._fused is not None:
+            before, after = ops.halves
+            key = None if along else (self._evaluator.task, expanded)
+            made = apply_ops(after, fusings.take(key, ops, apply_ops(before, nodes)))
         else:
-            # No steps, no new node.
-            made = apply_ops(ops, nodes) if ops.steps else nodes
+            made = apply_ops(ops, nodes)
         self._do(expanded, read, right, made, None if ops.does_nothing else ops, along)
         return made
-
-    def _stand_in(
-        self, fusings: Fusings, where: Where | None, expanded: Expanded, nodes: tuple[Node, ...], along: bool
-    ) -> tuple[Node, ...]:
-        """What stands for the tensors that operations make, while it is not known for how many ranks."""
-        before, operation, after = self._along_apart if along else self._apart
-        inputs = self._changed(before, expanded.transposed, nodes)
-        made = self._fitting(operation, None, inputs, len(expanded.right)).results
-        return self._changed(after, None, fusings.take(where, operation[0], inputs, made))
-
-    def _changed(
-        self, operations: tuple[StatementOperation, ...], transposed: tuple[bool, ...] | None, nodes: tuple[Node, ...]
-    ) -> tuple[Node, ...]:
-        """What operations make of each of some nodes."""
-        ops = self._fitting(operations, transposed, nodes, len(nodes))
-        return apply_ops(ops, nodes) if ops.steps else nodes
-
-    def _fitting(
-        self,
-        operations: tuple[StatementOperation, ...],
-        transposed: tuple[bool, ...] | None,
-        nodes: tuple[Node, ...],
-        num_results: int,
-    ) -> CompiledOps:
-        metas = tuple([node.meta for node in nodes])
-        ops = self._evaluator.compiled(operations, transposed, metas, num_results, OPEN)
-        assert isinstance(ops, CompiledOps), "operations that fit together fit one after the other"
-        return ops
 
     def _do(
         self,
@@ -435,7 +402,7 @@ class _Carrying:
     ) -> None:
         """Do the operations of the parameters on the state under one key; `made` are the parameters' results."""
         left, right, transposed = expanded
-        self._along, self._along_apart = self._on_state[key in WEIGHT_KEYS]
+        self._along = self._on_state[key in WEIGHT_KEYS]
         found = states_of(left, key, self._variables)
         states = tuple([each for each in found if each is not None])
         if not states:
@@ -450,7 +417,7 @@ class _Carrying:
         tensors = tuple([each.node for each in parameters if each.node is not None])
         for variable in states:
             variable.along += 1
-        if any(isinstance(each, Dequantise | Quantise) for each in self._operations):
+        if any(each.rescales for each in self._operations):
             self._refuse(
                 f"{states[0].name}: the state of an optimizer goes with no parameter that is quantised or dequantised. "
                 f'Drop it by its name, in quotes (`"{states[0].name}" -> _`)',

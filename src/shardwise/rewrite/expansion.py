@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.environment import Environment, Variable
-from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import REST, SHOWN, Name, Stack, Statement, StatementFinding, StatementOperation
+from shardwise.rewrite.statements import REST, SHOWN, Name, Statement, StatementFinding
+from shardwise.rewrite.verbs.operation import Operation
+from shardwise.rewrite.verbs.permute import inverted
+from shardwise.rewrite.verbs.stack import Stack
 
 
 class Expanded(NamedTuple):
@@ -428,7 +430,7 @@ def _number(pattern: NamePattern, name: str) -> str:
 class InstanceGroup:
     """Instances to which the same operations apply."""
 
-    operations: tuple[StatementOperation, ...]
+    operations: tuple[Operation, ...]
     instances: tuple[Expanded, ...] | None = None
     """None: what the statement is expanded to."""
 

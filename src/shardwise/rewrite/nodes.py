@@ -5,13 +5,12 @@ views are found once for all of them, as a `Form`, and a node is a form and the 
 which elements of sources are in a box of an output, and the other way round.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from shardwise.rewrite.compiled_ops import CompiledOps
+from shardwise.rewrite.compiled_ops import CompiledOps, apply_steps
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.op_steps import Quantises, apply_steps
 from shardwise.rewrite.strided_views import (
     Fragment,
     Shapes,
@@ -23,6 +22,7 @@ from shardwise.rewrite.strided_views import (
     turned,
     with_scales_named,
 )
+from shardwise.rewrite.verbs.quantise import Rescaling
 from shardwise.space import Box
 
 
@@ -97,10 +97,10 @@ class Form:
         return frozenset([int(source) for source in {*(view.source for view in views), *scales}])
 
     @property
-    def quantised(self) -> "Quantises | None":
+    def quantised(self) -> Rescaling | None:
         """By what this is made, where it is quantised elements or their scales."""
         step = self._parts[0].rescaling if self._parts is not None else None
-        return step if isinstance(step, Quantises) else None
+        return step if step is not None and step.quantises else None
 
     @property
     def is_padded(self) -> bool:
@@ -192,12 +192,14 @@ def source_node(name: str, meta: TensorMeta, forms: dict[TensorMeta, Form]) -> N
 
 
 def apply_ops(ops: CompiledOps, inputs: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Return what operations make of tensors.
+    """Return what operations make of tensors: without steps, these.
 
     What undoes operations on exactly their results gives the tensors back, unless a cast has lost something on the way.
     """
     # A way there and back ends at the very nodes where it began: a proof sees that before it compares views.
     #     a, b --join--> ab --split--> a, b       the nodes `a` and `b` again, not equal ones
+    if not ops.steps:
+        return inputs
     before = inputs[0].made_by
     if before is not None and before.results == inputs and before.ops.undone_by(ops):
         return before.inputs
@@ -233,28 +235,6 @@ _Template = list[tuple[int | None, Fragment]]
 """The number of the source in its form, and the fragment, whose name is of no account; None: padding, of no source."""
 
 
-# A model has 100,000 tensors, and a rank asks for the few that it holds. So views are named on demand.
-class ViewedTensors(Mapping[str, ViewedTensor]):
-    """Viewed tensors by name, found when they are asked for."""
-
-    def __init__(self, nodes: Mapping[str, Node], aliases: Mapping[str, str]) -> None:
-        self._nodes = nodes
-        self._aliases = aliases
-        self._values: dict[str, ViewedTensor] = {}
-
-    def __getitem__(self, name: str) -> ViewedTensor:
-        found = self._values.get(name)
-        if found is None:
-            found = self._values[name] = self._nodes[name].value_under(self._aliases)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-
 class Correspondence:
     """Sources, and the outputs that have their elements."""
 
@@ -263,8 +243,6 @@ class Correspondence:
     ) -> None:
         self.sources = sources
         """What goes in, by name; without ties."""
-        self.values: Mapping[str, ViewedTensor] = ViewedTensors(nodes, aliases)
-        """What comes out, by name, as views of sources; without ties."""
         self.aliases = aliases
         """Other names of sources: alias -> source."""
         self._nodes = nodes
@@ -280,6 +258,11 @@ class Correspondence:
     def outputs(self) -> Mapping[str, TensorMeta]:
         """Shape and dtype of what comes out, by name."""
         return {name: node.meta for name, node in self._nodes.items()}
+
+    def value(self, name: str) -> ViewedTensor:
+        """An output as views of sources."""
+        # Views are named on demand: a model has 100,000 tensors, and a rank asks for the few that it holds.
+        return self._nodes[name].value_under(self.aliases)
 
     def resolve(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box of an output come from: fragments that cover it once, of sources or padding.
@@ -301,7 +284,7 @@ class Correspondence:
             for number, each in template
         ]
 
-    def quantised(self, name: str) -> Quantises | None:
+    def quantised(self, name: str) -> Rescaling | None:
         """How an output is quantised: elements, or scales if its dtype is that of these. None: it is not."""
         return self._nodes[name].form.quantised
 

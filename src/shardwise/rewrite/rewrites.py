@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
@@ -17,12 +18,10 @@ from shardwise.rewrite.explanation import explain
 from shardwise.rewrite.inversion import gives_back
 from shardwise.rewrite.metas import TensorLike, TensorMeta, metas_of
 from shardwise.rewrite.nodes import Correspondence
-from shardwise.rewrite.op_steps import Dequantises, Quantises
 from shardwise.rewrite.sections import (
     BOUNDARY,
     Proved,
     Section,
-    Text,
     agreeing,
     dropped_sources,
     fit,
@@ -30,15 +29,15 @@ from shardwise.rewrite.sections import (
     mismatches,
     parsed,
     refuse_losses,
-    texts_of,
+    sections_of,
     ties_of,
     uncollected,
     with_parameters,
 )
 from shardwise.rewrite.spelling import text_of
-from shardwise.rewrite.statement_arguments import TextParameters
 from shardwise.rewrite.statements import Statement
 from shardwise.rewrite.text_inverse import spelled_out
+from shardwise.rewrite.verbs.registry import TextParameters
 
 Lossy: TypeAlias = Literal["refuse", "allow"]
 
@@ -62,7 +61,7 @@ class Rewrite:
     qk -> q, k, axis=0, sizes='[2,3]'
     """
 
-    __slots__ = ("_sections", "_texts")
+    __slots__ = ("_is_known", "_sections")
 
     def __init__(
         self,
@@ -70,14 +69,17 @@ class Rewrite:
         *,
         parameters: TextParameters | None = None,
     ) -> None:
-        self._texts = texts_of(source, {} if parameters is None else parameters)
-        self._sections = parsed(self._texts)
-        """None while parameters are lacking: the text cannot be read without them."""
+        self._set(sections_of(source, {} if parameters is None else parameters))
+
+    def _set(self, sections: tuple[Section, ...]) -> None:
+        self._sections = parsed(sections)
+        self._is_known = all(each.parsed is not None for each in self._sections)
+        """Whether no parameter is lacking: without them the text cannot be read."""
 
     @classmethod
-    def _made(cls, texts: tuple[Text, ...], sections: tuple[Section, ...] | None) -> "Rewrite":
+    def _made(cls, sections: tuple[Section, ...]) -> "Rewrite":
         made = cls.__new__(cls)
-        made._texts, made._sections = texts, sections
+        made._set(sections)
         return made
 
     @classmethod
@@ -99,7 +101,7 @@ class Rewrite:
         except RewriteError as error:
             raise RewriteError(*error.problems, about=str(path)) from None
         # An empty file is more likely a wrong path than a rewrite that changes nothing.
-        if made._sections is not None and not any(section.statements for section in made._sections):
+        if made._is_known and not any(section.statements for section in made._sections):
             raise RewriteError(f"{path} holds no statement: write one a line, such as `a -> b`")
         return made
 
@@ -108,7 +110,7 @@ class Rewrite:
     @property
     def parameters_needed(self) -> frozenset[str]:
         """What the text names in braces."""
-        return frozenset(name for each in self._texts for name in each.needed)
+        return frozenset(name for each in self._sections for name in each.needed)
 
     @property
     def parameters(self) -> Mapping[str, int | str]:
@@ -116,8 +118,8 @@ class Rewrite:
 
         A composed rewrite has those that no side lacks; where sides have different values for a name, the last one's.
         """
-        lacking = {name for each in self._texts for name in each.lacking}
-        given = [pair for each in self._texts for pair in each.given]
+        lacking = {name for each in self._sections for name in each.lacking}
+        given = [pair for each in self._sections for pair in each.given]
         return MappingProxyType({name: value for name, value in given if name not in lacking})
 
     def with_parameters(self, parameters: TextParameters) -> "Rewrite":
@@ -125,14 +127,13 @@ class Rewrite:
 
         What was given before stays. Raises RewriteError as the class does, and for another value of what nothing lacks.
         """
-        texts = with_parameters(self._texts, parameters)
-        return self._made(texts, parsed(texts))
+        return self._made(with_parameters(self._sections, parameters))
 
     @property
     def stages(self) -> tuple[Section, ...]:
         """The sections of the text, carried out one after the other. Raises RewriteError without its parameters."""
-        if self._sections is None:
-            lacking = sorted(frozenset().union(*[each.lacking for each in self._texts]))
+        if not self._is_known:
+            lacking = sorted(frozenset().union(*[each.lacking for each in self._sections]))
             names = ", ".join(f"{{{name}}}" for name in lacking)
             example = ", ".join(f"{name!r}: 8" for name in lacking)
             raise RewriteError(
@@ -152,9 +153,8 @@ class Rewrite:
         Only a rewrite whose parameters are known is read into an equal one. Otherwise it is what was written; of an
         inverse the way there, under a line `# inverse of:`.
         """
-        if self._sections is None:
-            parts = [str(each) for each in self._texts]
-        else:
+        parts = list(map(str, self._sections))
+        if self._is_known:
             parts = ["\n".join([text_of(statement) for statement in section.effective]) for section in self._sections]
         return f"\n{BOUNDARY}\n".join(parts)
 
@@ -171,11 +171,10 @@ class Rewrite:
     def from_record(cls, record: Mapping[str, Any]) -> "Rewrite":
         """The reverse of `to_record`; inverses may lose what cannot be undone. Raises RewriteError for other texts."""
         inverted = record.get("inverted", ())
-        written = texts_of(record["text"], {})
-        texts = tuple(
-            [each._replace(inverted=place in inverted, lossy=place in inverted) for place, each in enumerate(written)]
+        written = enumerate(sections_of(record["text"], {}))
+        return cls._made(
+            tuple([replace(each, inverted=place in inverted, lossy=place in inverted) for place, each in written])
         )
-        return cls._made(texts, parsed(texts))
 
     def __repr__(self) -> str:
         return f"Rewrite({str(self)!r})"
@@ -191,8 +190,8 @@ class Rewrite:
 
     @property
     def _canonical(self) -> tuple[object, ...]:
-        if self._sections is None:
-            return self._texts
+        if not self._is_known:
+            return self._sections
         return tuple([tuple([text_of(statement) for statement in section.effective]) for section in self._sections])
 
     # What is made of it
@@ -204,8 +203,7 @@ class Rewrite:
         """
         if not isinstance(other, Rewrite):
             raise RewriteError(f"a rewrite is followed by a rewrite, not {other!r:.100}; give sw.Rewrite(text)")
-        known = self._sections is not None and other._sections is not None
-        return self._made(self._texts + other._texts, self.stages + other.stages if known else None)
+        return self._made(self._sections + other._sections)
 
     def __rshift__(self, other: "Rewrite") -> "Rewrite":
         return self.then(other)
@@ -221,13 +219,11 @@ class Rewrite:
         allowed = _allowed(lossy)
         if sources is not None:
             return self.apply(sources).inverse(lossy=lossy)
-        texts = tuple([each._replace(inverted=not each.inverted, lossy=allowed) for each in reversed(self._texts)])
-        if self._sections is None:  # parameters are lacking: what is lost is found when they are given
-            return self._made(texts, None)
-        if not allowed:
-            refuse_losses([loss for section in self.stages for loss in section.textual_losses])
-        sections = tuple([section.turned(lossy=allowed) for section in reversed(self.stages)])
-        return self._made(texts, sections)
+        # Where parameters are lacking, what is lost is found when they are given.
+        if not allowed and self._is_known:
+            refuse_losses([loss for section in self._sections for loss in section.textual_losses])
+        turned = [replace(each, inverted=not each.inverted, lossy=allowed) for each in reversed(self._sections)]
+        return self._made(tuple(turned))
 
     # What it does
 
@@ -316,14 +312,16 @@ class Checked(Correspondence):
         self.notes = tuple([note for each in proved for note in (*each.done.evaluation.notes, *each.undoing.notes)])
         """What may be wrong though all fits: how many names a star stands for, what matched nothing or is cropped."""
         applied = [(each, ops) for done in proved for each in done.applied_instances if (ops := each.ops) is not None]
-        self.quantises = any(isinstance(ops.rescaling, Quantises) for _, ops in applied)
+        self.quantises = any(ops.rescaling is not None and ops.rescaling.quantises for _, ops in applied)
         """Whether outputs are quantised, which takes the values of whole blocks."""
         cropped = {variable.node for each, ops in applied if ops.cropped for variable in each.left}
         self.cropped = frozenset(
             [aliases.get(leaf, leaf) for node in cropped if node is not None for leaf in node.leaves]
         )
         """Sources that are cropped, or joined with what is."""
-        scales = {each.left[1].node for each, ops in applied if isinstance(ops.rescaling, Dequantises)}
+        scales = {
+            each.left[1].node for each, ops in applied if ops.rescaling is not None and not ops.rescaling.quantises
+        }
         self.scales = frozenset(
             [aliases.get(leaf, leaf) for node in scales if node is not None for leaf in node.leaves]
         )
@@ -348,11 +346,8 @@ class Checked(Correspondence):
         """Return the rewrite that makes the sources of the outputs, exactly. See `Rewrite.inverse`."""
         if not _allowed(lossy):
             refuse_losses(self.losses)
-        sections = tuple([Section(_undoing(each)) for each in reversed(self._proved)])
-        texts = tuple(
-            [Text("\n".join([each.text for each in section.statements]), False, False) for section in sections]
-        )
-        return Rewrite._made(texts, sections)
+        undoing = [_undoing(each) for each in reversed(self._proved)]
+        return Rewrite._made(tuple([Section("\n".join([each.text for each in back]), parsed=back) for back in undoing]))
 
     def explain(self) -> str:
         """Return a table of what becomes of what: target, box, source, box, operations; and the notes under it."""

@@ -2,8 +2,8 @@
 
 Figure 1. `a -> b`, a line `---`, `b -> c`, and the inverse::
 
-    Text           "a -> b"           "b -> c"            as written, with parameters
-    Section        (Statement,)       (Statement,)        parsed; `inverted` says which way
+    Section        "a -> b"           "b -> c"            as written, with parameters; `inverted` says which way
+                   (Statement,)       (Statement,)        parsed
     AppliedSection a --> b            b --> c             carried out on nodes: `Evaluation`
     Proved         undoing b -> a     undoing c -> b      and each was shown to lead back
     inverse        c -> b, then b -> a                    reversed, each section turned
@@ -19,17 +19,17 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.degrees import Fusings, Laid, degrees_in
+from shardwise.rewrite.degrees import Fusings, KnownDegrees, degrees_in
 from shardwise.rewrite.evaluation import Evaluation, evaluate
 from shardwise.rewrite.expansion import AppliedInstance, StatementTask
 from shardwise.rewrite.inversion import Claim, Undoing, prove, undo
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Form, Node, source_node
-from shardwise.rewrite.statement_arguments import TextParameters
 from shardwise.rewrite.statements import Statement, StatementFinding
 from shardwise.rewrite.strided_views import ViewedTensor
 from shardwise.rewrite.syntax import needed_parameters, parse
 from shardwise.rewrite.text_inverse import inverse_of_text, textual_losses
+from shardwise.rewrite.verbs.registry import TextParameters
 
 BOUNDARY = "---"
 """A separate line between two sections: the next section sees only the outputs so far."""
@@ -42,13 +42,34 @@ _INVERSE = "# inverse of:"
 _AOA_KEYS = frozenset({"aoa_statements", "aoa_config_reverse"})
 
 
-class Text(NamedTuple):
-    """A section as it was written, which way it is carried out, and the parameters that were given to it."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a rewrite, as it was written, and which way it is carried out."""
 
     text: str
-    inverted: bool
-    lossy: bool
+    inverted: bool = False
+    lossy: bool = False
+    """Of an inverted section: whether it may lose what cannot be undone."""
     given: tuple[tuple[str, int | str], ...] = ()
+    """The parameters that were given to it."""
+    parsed: tuple[Statement, ...] | None = None
+    """The statements as they were written; None while a section of the rewrite lacks parameters."""
+
+    @property
+    def statements(self) -> tuple[Statement, ...]:
+        """As they were written, also where they are carried out backward."""
+        assert self.parsed is not None, "parameters are asked for before"
+        return self.parsed
+
+    @property
+    def effective(self) -> tuple[Statement, ...]:
+        """The statements that are carried out, as far as text can say them."""
+        return inverse_of_text(self.statements) if self.inverted else self.statements
+
+    @property
+    def textual_losses(self) -> tuple[str, ...]:
+        """What the statements alone tell cannot be undone."""
+        return () if self.inverted else textual_losses(self.statements)
 
     @property
     def needed(self) -> frozenset[str]:
@@ -60,12 +81,12 @@ class Text(NamedTuple):
         """What of it has no value."""
         return self.needed - dict(self.given).keys()
 
-    def with_parameters(self, parameters: TextParameters) -> "Text":
-        """The text with those of the parameters that it lacks; what it was given it keeps."""
+    def with_parameters(self, parameters: TextParameters) -> "Section":
+        """The section with those of the parameters that it lacks; what it was given it keeps."""
         # A value that was given stays: two sides of a composed rewrite may mean other things by one name.
         lacking = self.lacking
         given = {**dict(self.given), **{name: value for name, value in parameters.items() if name in lacking}}
-        return self._replace(given=tuple(sorted(given.items())))
+        return replace(self, given=tuple(sorted(given.items())))
 
     def __str__(self) -> str:
         """As it was written, under a comment that says so where it is undone."""
@@ -73,12 +94,12 @@ class Text(NamedTuple):
         return f"{_INVERSE}\n{written}" if self.inverted else written
 
 
-def texts_of(source: object, parameters: object) -> tuple[Text, ...]:
+def sections_of(source: object, parameters: object) -> tuple[Section, ...]:
     """The sections of a rewrite in the order in which they are carried out. Raises RewriteError for what is none."""
     text, inverted = _read(source)
-    texts = [Text(part, inverted, lossy=False) for part in _parts(text)]
+    sections = [Section(part, inverted) for part in _parts(text)]
     # To undo two sections is to undo the second one first.
-    return with_parameters(reversed(texts) if inverted else texts, parameters)
+    return with_parameters(reversed(sections) if inverted else sections, parameters)
 
 
 def _read(source: object) -> tuple[str, bool]:
@@ -126,14 +147,14 @@ def _parts(text: str) -> list[str]:
     return ["\n" * (start + 1) + "\n".join(lines[start + 1 : stop]) for start, stop in pairwise(bounds)]
 
 
-def with_parameters(texts: Iterable[Text], parameters: object) -> tuple[Text, ...]:
-    """Give each text the parameters that it names and lacks.
+def with_parameters(sections: Iterable[Section], parameters: object) -> tuple[Section, ...]:
+    """Give each section the parameters that it names and lacks.
 
     Raises RewriteError for those that none names, for bad values, and for another value of what none lacks.
     """
     if not isinstance(parameters, Mapping):
         raise RewriteError(f"parameters are a mapping of names to integers or text, not {parameters!r:.100}")
-    known = tuple(texts)
+    known = tuple(sections)
     named = sorted(frozenset().union(*[each.needed for each in known]))
     problems = []
     for name, value in parameters.items():
@@ -155,53 +176,28 @@ def with_parameters(texts: Iterable[Text], parameters: object) -> tuple[Text, ..
     return tuple([each.with_parameters(parameters) for each in known])
 
 
-def _held(texts: Iterable[Text], name: str) -> list[int | str]:
-    """The values that a parameter has; none while a text lacks it."""
-    naming = [each for each in texts if name in each.needed]
+def _held(sections: Iterable[Section], name: str) -> list[int | str]:
+    """The values that a parameter has; none while a section lacks it."""
+    naming = [each for each in sections if name in each.needed]
     if any(name in each.lacking for each in naming):
         return []
     return list(dict.fromkeys([dict(each.given)[name] for each in naming]))
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Statements, and which way they are carried out."""
-
-    statements: tuple[Statement, ...]
-    """As they were written, also where they are carried out backward."""
-    inverted: bool = False
-    lossy: bool = False
-    """Of an inverted section: whether it may lose what cannot be undone."""
-
-    @property
-    def effective(self) -> tuple[Statement, ...]:
-        """The statements that are carried out, as far as text can say them."""
-        return inverse_of_text(self.statements) if self.inverted else self.statements
-
-    @property
-    def textual_losses(self) -> tuple[str, ...]:
-        """What the statements alone tell cannot be undone."""
-        return () if self.inverted else textual_losses(self.statements)
-
-    def turned(self, *, lossy: bool) -> "Section":
-        """The inverse; of an inverse that is what was written."""
-        return replace(self, inverted=not self.inverted, lossy=lossy)
-
-
-def parsed(texts: Sequence[Text]) -> tuple[Section, ...] | None:
-    """The sections, None while parameters are lacking. Raises RewriteError with what is wrong in any."""
-    if any(each.lacking for each in texts):
-        return None
-    sections = []
+def parsed(sections: Sequence[Section]) -> tuple[Section, ...]:
+    """The sections with their statements, once none lacks parameters. Raises RewriteError with what is wrong in any."""
+    if any(each.lacking for each in sections):
+        return tuple(sections)
+    found = []
     problems: list[str] = []
-    for each in texts:
+    for each in sections:
         try:
-            sections.append(Section(parse(each.text, dict(each.given)), each.inverted, each.lossy))
+            found.append(replace(each, parsed=parse(each.text, dict(each.given))) if each.parsed is None else each)
         except RewriteError as error:
             problems += error.problems
     if problems:
         raise RewriteError(*problems)
-    return tuple(sections)
+    return tuple(found)
 
 
 def refuse_losses(losses: Sequence[str]) -> None:
@@ -260,8 +256,9 @@ def carry_out(
     # Once to see which way fused tensors go, and again with the degrees that layouts tell then.
     fusings = Fusings()
     first = list(_carried_out(sections, nodes_of(sources), known, wanted, fusings=fusings))
-    laid = fusings.laid(first[-1].evaluation.outputs if len(first) == len(sections) else {}, sources, wanted or {})
-    return list(_carried_out(sections, nodes_of(sources), known, wanted, laid=laid, before=first))
+    outputs = first[-1].evaluation.outputs if len(first) == len(sections) else {}
+    degrees = fusings.found_degrees(outputs, sources, wanted or {})
+    return list(_carried_out(sections, nodes_of(sources), known, wanted, degrees=degrees, before=first))
 
 
 def lasting_degrees(done: Sequence[AppliedSection], sections: Sequence[Section]) -> dict[str, tuple[int, ...]]:
@@ -272,15 +269,15 @@ def lasting_degrees(done: Sequence[AppliedSection], sections: Sequence[Section])
         return {}
     fusings = Fusings()
     *_, last = _carried_out(sections, done[0].sources, (), None, fusings=fusings, before=done)
-    fusings.laid(last.evaluation.outputs, sources, wanted)
+    fusings.found_degrees(last.evaluation.outputs, sources, wanted)
     return fusings.lasting(last.evaluation.outputs, sources, wanted)
 
 
 def _asks_layouts(sections: Sequence[Section], sources: Metas, wanted: Metas | None) -> bool:
     """Whether statements leave open for how many ranks tensors are laid out, and layouts or other statements tell."""
-    said = {each for section in sections for one in section.statements for each in degrees_in(one.operations)}
-    tells = len(said) > 1 or any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
-    return None in said and tells
+    written = {each for section in sections for one in section.statements for each in degrees_in(one.operations)}
+    tells = len(written) > 1 or any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+    return None in written and tells
 
 
 def _carried_out(
@@ -290,7 +287,7 @@ def _carried_out(
     wanted: Metas | None,
     *,
     fusings: Fusings | None = None,
-    laid: Sequence[Laid] = (),
+    degrees: Sequence[KnownDegrees] = (),
     before: Sequence[AppliedSection] = (),
 ) -> Iterator[AppliedSection]:
     """Carry sections out, one on what the other gives; `before`: as they were carried out already."""
@@ -299,14 +296,14 @@ def _carried_out(
         if fusings is not None:
             fusings.section = place
         if place < len(before):
-            # Tasks of the first pass are kept: `laid` names instances by the number of their task.
+            # Tasks of the first pass are kept: `degrees` names instances by the number of their task.
             tasks, unfit, targets = before[place].tasks, before[place].unfit, before[place].targets
         else:
             targets = wanted if place == len(sections) - 1 else known[place]
             metas = {name: node.meta for name, node in nodes.items()} if section.inverted else {}
             tasks, unfit = _tasks(section, known[place], metas)
-        here: Laid = laid[place] if place < len(laid) else {}
-        evaluation = evaluate(tasks, nodes, targets, added, laid=here, fusings=fusings)
+        here: KnownDegrees = degrees[place] if place < len(degrees) else {}
+        evaluation = evaluate(tasks, nodes, targets, added, degrees=here, fusings=fusings)
         evaluation.findings += evaluation.undecided()
         yield AppliedSection(tasks, nodes, targets, evaluation, unfit)
         # The next section would see outputs that are not there, and report these.

@@ -10,32 +10,19 @@ from typing import Final
 
 from lark import Token
 
-from shardwise.rewrite.statement_arguments import RECORDED, WORDS, StatementNames
 from shardwise.rewrite.statements import (
-    Cast,
-    Concat,
-    Crop,
-    Dequantise,
     Faults,
-    Ffn,
     Name,
     NamePart,
-    Pad,
-    Permute,
     Placeholder,
-    Qkv,
-    QkvPerRank,
-    Quantise,
-    Reshape,
     Rest,
-    SplitStatement,
-    Stack,
     Star,
     Statement,
-    StatementOperation,
     TextPlace,
-    Unstack,
 )
+from shardwise.rewrite.verbs.attributes import StatementNames
+from shardwise.rewrite.verbs.axis import Concat, Split
+from shardwise.rewrite.verbs.registry import WORDS
 
 OFFSET: Final = "LAYER_ID_OFFSET"
 """AOA's placeholder that stands, on the right, for the number before the one on the left."""
@@ -215,11 +202,11 @@ def text_of(statement: Statement) -> str:
     """
     left, right = _side(statement.left, right=False), _side(statement.right, right=True)
     # AOA configurations write `a -> b, axis=0`. What it does not do is not written back.
-    names = StatementNames.of(statement.left, statement.right)
+    names = StatementNames(statement.left, statement.right)
     alone = not names.joins and not names.parts  # then joining or parting along a dim changes nothing
-    operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | SplitStatement))]
-    arguments = [each for operation in operations for each in _arguments(operation)]
-    arguments += _fills(operations)
+    operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | Split))]
+    arguments = [each for operation in operations for each in operation.written()]
+    arguments += dict.fromkeys(each for operation in operations for each in operation.written_last())
     if statement.optional:
         arguments.append("optional=1")
     if statement.gaps:
@@ -229,68 +216,3 @@ def text_of(statement: Statement) -> str:
 
 def _side(names: Iterable[Name], *, right: bool) -> str:
     return ", ".join(text_of_name(name, right=right) for name in names) or "_"
-
-
-def _arguments(operation: StatementOperation) -> Iterator[str]:
-    match operation:
-        case Permute(dims):
-            yield f"permute={_list(dims or ())}"
-        case Reshape(shape):
-            yield f"reshape={_list(shape) if shape is not None else RECORDED}"
-        case Pad(sizes) | Crop(sizes):
-            word = "pad" if isinstance(operation, Pad) else "crop"
-            yield f"{word}={_list(sizes) if sizes is not None else RECORDED}"
-        case Cast(to, None):
-            yield f"dtype={_word(to)}"
-        case Cast(to, source):
-            yield f"src_dtype={_word(source)}"
-            yield f"dst_dtype={_word(to)}"
-        case Concat(axis, sizes):
-            yield f"axis={axis}"
-            yield from [f"sizes={_list(sizes)}"] if sizes is not None else []
-        case SplitStatement(axis, sizes, recorded):
-            yield f"axis={axis}"
-            yield from [f"sizes={RECORDED}"] if recorded else [f"sizes={_list(sizes)}"] if sizes is not None else []
-        case Dequantise(block):
-            yield f"dequantise={_list(block)}"
-        case Quantise(block, elements, scales, dims):
-            yield f"quantise={_list(block)}"
-            yield f"element_dtype={_word(elements)}"
-            yield f"scale_dtype={_word(scales)}"
-            yield from [f"scale_dims={dims}"] if dims is not None else []
-        case Stack(axis) | Unstack(axis):
-            yield f"stack={axis}"
-        case Qkv() | QkvPerRank() | Ffn():
-            yield from _fused(operation)
-
-
-def _fused(operation: Qkv | QkvPerRank | Ffn) -> Iterator[str]:
-    match operation:
-        case Qkv(heads, groups, axis):
-            values = {"fused_qkv": None, "num_heads": heads, "num_key_value_groups": groups, "axis": axis}
-        case QkvPerRank(heads, groups, axis):
-            values = {"fused_qkv_old": None, "num_heads": heads, "num_key_value_groups": groups, "axis": axis}
-        case Ffn(axis):
-            values = {"fused_ffn": None, "axis": axis}
-    # The flag comes first, and has no value.
-    yield next(iter(values))
-    if not isinstance(operation, Qkv):
-        values |= {"src_tp": operation.source_degree, "dst_tp": operation.target_degree}
-    yield from (f"{word}={value}" for word, value in values.items() if value is not None)
-    if not isinstance(operation, Ffn) and operation.sizes is not None:
-        yield f"sizes={_list(operation.sizes)}"
-
-
-def _word(dtype: str | None) -> str:
-    return f"'{dtype}'" if dtype is not None else RECORDED
-
-
-def _fills(operations: Iterable[StatementOperation]) -> list[str]:
-    """The value of elements that come or go, once for all operations; padding without one is of 0."""
-    said = {each.fill for each in operations if isinstance(each, Crop)}
-    said |= {each.fill for each in operations if isinstance(each, Pad) and each.fill != "0"}
-    return [f"fill={text}" if text.isdecimal() else f"fill='{text}'" for text in said if text is not None]
-
-
-def _list(numbers: Iterable[int]) -> str:
-    return f"'[{','.join(map(str, numbers))}]'"

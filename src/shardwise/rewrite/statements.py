@@ -1,15 +1,11 @@
-"""Statements: what one line of a rewrite says, as data; and findings, what is wrong with one, shown at its place.
-
-A statement takes the tensors of its left names, carries its operations out in order, and gives the results to its right
-names. An operation changes each tensor (`Permute`, `Reshape`, `Pad`, `Crop`, `Cast`), or makes other tensors of them:
-it joins several into one, or splits one into several.
-"""
+"""Statements: what one line of a rewrite says, as data; and findings, what is wrong with one, shown at its place."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.errors import RewriteError
+from shardwise.rewrite.verbs.operation import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,150 +77,6 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Permute:
-    """Dim i of the result is dim `dims[i]` of the tensor; None reverses all dims."""
-
-    dims: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reshape:
-    """The same row-major elements in another shape; one size may be -1. None: as recorded (only in inverses)."""
-
-    shape: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Pad:
-    """To larger sizes, by elements of one value behind those that there are; -1 keeps a size. None: as recorded."""
-
-    sizes: tuple[int, ...] | None
-    fill: str
-    """The value, as `number_text` writes it: text is equal to itself where it is NaN, and as long as integers are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crop:
-    """To smaller sizes, without the last elements; -1 keeps a size. None: as recorded (only in inverses)."""
-
-    sizes: tuple[int, ...] | None
-    fill: str | None = None
-    """The value that the elements have that go, which the way back gives them. None: it is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """To the dtype `to` (None: as recorded, only in inverses), out of `source`, where that is said and verified."""
-
-    to: str | None
-    source: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Concat:
-    """Join several tensors along a dim. `sizes`: what each has there, verified; None: whatever it has."""
-
-    axis: int
-    sizes: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SplitStatement:
-    """Part one tensor along a dim. None: in equal parts, or as recorded (`recorded`, only in inverses)."""
-
-    axis: int
-    sizes: tuple[int, ...] | None = None
-    recorded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Join several tensors of one shape along a new dim, which is dim `axis` of the result."""
-
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unstack:
-    """Part one tensor into one per index of dim `axis`, which goes."""
-
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class Qkv:
-    """`fused_qkv`: q, k, v and one tensor in which each group has its query heads, its key head, its value head."""
-
-    num_heads: int
-    num_groups: int
-    """Key-value heads."""
-    axis: int | None
-    """None: 1, or 0 of a tensor with one dim."""
-    joins: bool
-    """Three become one; else one becomes three."""
-    sizes: tuple[int, ...] | None = None
-    """Of query, key and value along the dim; None: what they have, and in a fused tensor those of heads of one size."""
-
-
-@dataclass(frozen=True, slots=True)
-class QkvPerRank:
-    """`fused_qkv_old`: one tensor in which each tensor-parallel rank has its query, key and value heads."""
-
-    num_heads: int
-    num_groups: int
-    axis: int | None
-    sources: int
-    """Left names: 1 or 3."""
-    targets: int
-    """Right names: 1 or 3."""
-    source_degree: int | None
-    """Tensor-parallel degree of a fused left tensor; None: as its layout has it, else 1."""
-    target_degree: int | None
-    """The same of a fused right tensor."""
-    sizes: tuple[int, ...] | None = None
-    """As of `Qkv`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ffn:
-    """`fused_ffn`: one tensor in which each tensor-parallel rank has its part of gate, then its part of up."""
-
-    axis: int | None
-    sources: int
-    """Left names: 1 or 2."""
-    targets: int
-    """Right names: 1 or 2."""
-    source_degree: int | None
-    target_degree: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Dequantise:
-    """Multiply narrow floats by the scales of their blocks: two tensors become one of float32."""
-
-    block: tuple[int, ...]
-    """Elements of each dim that have one scale; -1 is all. The last block of a dim may be smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quantise:
-    """The reverse: one tensor becomes its narrow floats and the scales of their blocks."""
-
-    block: tuple[int, ...]
-    element_dtype: str | None
-    """None: as recorded (only in inverses)."""
-    scale_dtype: str | None
-    scale_dims: int | None = None
-    """So many dims the scales have; those behind them have one block and are left out. None: a dim for each."""
-
-
-JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn | Dequantise | Quantise
-"""What makes other tensors of those that are there. A statement has at most one, and needs one for several names."""
-
-StatementOperation: TypeAlias = Permute | Reshape | Pad | Crop | Cast | JoinOrSplit
-
-
-@dataclass(frozen=True, slots=True)
 class Statement:
     """One statement. `left` or `right` has exactly one name (before stars and arrays are expanded)."""
 
@@ -232,7 +84,7 @@ class Statement:
     """Empty: `_ -> b`, b keeps its current value."""
     right: tuple[Name, ...]
     """Empty: `a -> _`, a is dropped."""
-    operations: tuple[StatementOperation, ...]
+    operations: tuple[Operation, ...]
     optional: bool
     """Whether it may match nothing (`optional=1`)."""
     place: TextPlace

@@ -437,7 +437,7 @@ def _regrouped(
     step = strides[dim]
     while dim > 0 and sizes[dim] == old[dim] and (sizes[dim - 1] == 1 or strides[dim - 1] == old[dim] * strides[dim]):
         dim -= 1
-    stretch = prod(sizes[dim:])
+    length = prod(sizes[dim:])
     passed, steps = row_major_strides(old), tuple([step * each for each in row_major_strides(new)])
     begin = sum(map(mul, offset, passed))
     # Outer dims are passed one index at a time: between two rows the source makes another step. A run of the remaining
@@ -445,7 +445,7 @@ def _regrouped(
     for index in product(*map(range, sizes[:dim])):
         start = begin + sum(map(mul, index, passed))
         first = sum(map(mul, index, strides))
-        for box in boxes_of_run(new, Run(start, start + stretch)):
+        for box in boxes_of_run(new, Run(start, start + length)):
             yield box.offset, box.shape, first, _normal(box.shape, steps)
             first += box.num_elements * step
 

@@ -14,16 +14,10 @@ from lark import Lark, Token, Transformer, UnexpectedToken
 from lark.lexer import Lexer
 
 from shardwise.rewrite.spelling import names_of, place_of, quoted
-from shardwise.rewrite.statement_arguments import WORDS, Argument, StatementNames, hint_of, operations_of
-from shardwise.rewrite.statements import (
-    Faults,
-    Name,
-    Statement,
-    StatementFinding,
-    StatementOperation,
-    TextPlace,
-    raise_all,
-)
+from shardwise.rewrite.statements import Faults, Name, Statement, StatementFinding, TextPlace, raise_all
+from shardwise.rewrite.verbs.attributes import Argument, StatementNames
+from shardwise.rewrite.verbs.operation import Operation
+from shardwise.rewrite.verbs.registry import WORDS, hint_of, operations_of
 
 
 def parse(text: str, parameters: Mapping[str, int | str]) -> tuple[Statement, ...]:
@@ -218,7 +212,7 @@ def _statement(
     # The grammar cannot tell a flag such as fused_ffn from a name: both are words. They are told apart here.
     targets, arguments = _parted(right, faults)
     sources, results = _side(left, faults, right=False), _side(targets, faults, right=True)
-    operations: tuple[StatementOperation, ...] = ()
+    operations: tuple[Operation, ...] = ()
     optional = gaps = False
     if not targets:
         word = arguments[0].word
@@ -228,7 +222,7 @@ def _statement(
         faults.append((place, "'_ -> _' says nothing; 'a -> _' drops a, '_ -> b' adds b"))
     # A plain rename, as most lines are, has nothing to be checked for.
     elif arguments or len(sources) + len(results) != 2 or "*" in text:
-        names = StatementNames.of(sources, results, targets[-1])
+        names = StatementNames(sources, results, targets[-1])
         operations, optional, gaps = operations_of(arguments, names, place, parameters, faults)
     return Statement(sources, results, operations, optional, place, text, gaps)
 

@@ -11,36 +11,11 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from shardwise.rewrite.expansion import Expanded, StatementTask
-from shardwise.rewrite.metas import keeps_values
-from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NamePattern
 from shardwise.rewrite.spelling import text_of
-from shardwise.rewrite.statements import (
-    Cast,
-    Concat,
-    Crop,
-    Dequantise,
-    Ffn,
-    Name,
-    NamePart,
-    Pad,
-    Permute,
-    Placeholder,
-    Qkv,
-    QkvPerRank,
-    Quantise,
-    Reshape,
-    SplitStatement,
-    Stack,
-    Star,
-    Statement,
-    StatementOperation,
-    TextPlace,
-    Unstack,
-)
-
-ANEW = "quantised values have new scales, and are rounded"
-"""What is lost where tensors are quantised, on the way there or back."""
+from shardwise.rewrite.statements import Name, NamePart, Placeholder, Star, Statement, TextPlace
+from shardwise.rewrite.verbs.operation import Operation
+from shardwise.rewrite.verbs.permute import Permute
 
 
 def inverse_of_text(statements: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -69,13 +44,7 @@ def textual_losses(statements: Sequence[Statement]) -> tuple[str, ...]:
         shown = f"line {statement.place.line}, `{' '.join(statement.text.split())}`,"
         if not statement.right and not statement.optional:
             losses += [f"{shown} drops {name.text}" for name in statement.left if name.parts not in read]
-        for each in statement.operations:
-            if isinstance(each, Cast) and each.source and each.to and not keeps_values(each.source, each.to):
-                losses.append(f"{shown} casts from {each.source} to {each.to}, which does not hold all its values")
-            if isinstance(each, Dequantise | Quantise):
-                losses.append(f"{shown} {'dequantises' if isinstance(each, Dequantise) else 'quantises'}: {ANEW}")
-            if isinstance(each, Crop) and each.fill is None:
-                losses.append(f"{shown} crops, and no fill= says what the elements are that go")
+        losses += [f"{shown} {each.loss}" for each in statement.operations if each.loss]
         for name, copied in zip(statement.left, copies, strict=False):  # none where nothing is read
             if copied:
                 losses.append(
@@ -138,7 +107,7 @@ def _swap(statement: Statement, copies: Sequence[bool], spare_marks: tuple[str, 
     """The statements that undo one; more than one where left names are treated differently."""
     left, others = other_side(statement.right, statement.left)
     right = list(others)
-    operations = [_undo(each) for each in reversed(statement.operations)]
+    operations = [each.undone() for each in reversed(statement.operations)]
     transposed = [name.transposed for name in statement.left]
     after: list[Statement] = []
     # `^T` may stand only on the left, so on the way back it is a permute of the result.
@@ -165,7 +134,7 @@ def _called(prefix: str, name: Name) -> Name:
 
 
 def _made(
-    statement: Statement, left: tuple[Name, ...], right: tuple[Name, ...], operations: tuple[StatementOperation, ...]
+    statement: Statement, left: tuple[Name, ...], right: tuple[Name, ...], operations: tuple[Operation, ...]
 ) -> Statement:
     """A statement at the place of the one that it undoes; of its names no more is known than that."""
     gaps = statement.gaps and any(isinstance(part, Star) for name in (*left, *right) for part in name.parts)
@@ -195,32 +164,6 @@ def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
     return [tuple(map(turned, names)) for names in sides]
 
 
-def _undo(operation: StatementOperation) -> StatementOperation:
-    match operation:
-        case Permute(dims):
-            return operation if dims is None else Permute(inverted(dims))
-        case Reshape():
-            return Reshape(None)
-        case Pad(_, fill) | Crop(_, fill):
-            return Crop(None, fill) if isinstance(operation, Pad) else Pad(None, fill or "0")
-        case Cast(to, source):
-            return Cast(source, to if source is not None else None)
-        case Concat(axis, sizes):
-            return SplitStatement(axis, sizes, recorded=sizes is None)
-        case SplitStatement(axis, sizes):
-            return Concat(axis, sizes)
-        case Stack(axis) | Unstack(axis):
-            return Unstack(axis) if isinstance(operation, Stack) else Stack(axis)
-        case Qkv(joins=joins):
-            return replace(operation, joins=not joins)
-        case QkvPerRank(sources=sources, targets=targets, source_degree=source, target_degree=target):
-            return replace(operation, sources=targets, targets=sources, source_degree=target, target_degree=source)
-        case Dequantise(block) | Quantise(block):
-            return Quantise(block, None, None) if isinstance(operation, Dequantise) else Dequantise(block)
-        case Ffn(axis, sources, targets, source, target):
-            return Ffn(axis, targets, sources, target, source)
-
-
 def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Statement, ...]:
     """Return statements that do what tasks do. `patterns`: with placeholders, where that seems to be the same.
 
@@ -238,7 +181,7 @@ def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Stat
     return tuple(made)
 
 
-_SpelledSides: TypeAlias = tuple[tuple[Name, ...], tuple[Name, ...], tuple[StatementOperation, ...]]
+_SpelledSides: TypeAlias = tuple[tuple[Name, ...], tuple[Name, ...], tuple[Operation, ...]]
 
 
 def _pattern(task: StatementTask) -> _SpelledSides | None:
@@ -310,7 +253,7 @@ def _plain(task: StatementTask) -> Iterator[_SpelledSides]:
         yield _sides((), Expanded((new,), (name,)))
 
 
-def _sides(operations: tuple[StatementOperation, ...], each: Expanded) -> _SpelledSides:
+def _sides(operations: tuple[Operation, ...], each: Expanded) -> _SpelledSides:
     nowhere = TextPlace(1, 1, 1)
     left, right = (tuple([Name((name,), False, nowhere) for name in names]) for names in (each.left, each.right))
     return left, right, operations

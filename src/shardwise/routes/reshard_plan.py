@@ -185,12 +185,12 @@ class Lot:
     share: int | None = None
     """Position in the route's `shares`; None is all of them."""
 
-    def stretch(self, num_elements: int) -> tuple[int, int]:
+    def bounds(self, num_elements: int) -> tuple[int, int]:
         """The first element of the part of a share that has so many, and the element after its last."""
         return num_elements * self.part // self.num_parts, num_elements * (self.part + 1) // self.num_parts
 
 
-def stretch_bytes(num_elements: int, dtype: str) -> int:
+def message_bytes(num_elements: int, dtype: str) -> int:
     """The bytes of so many elements in a message."""
     return aligned(num_elements * itemsize_bytes(dtype))
 
@@ -279,8 +279,8 @@ def _traffic(route: Route, shares: Sequence[int], lot: Lot) -> _Traffic:
         share = route.shares[at]
         giver, taker = route.ranks(share)
         if giver != taker:
-            start, stop = lot.stretch(share.num_elements)
-            num_bytes = stretch_bytes(stop - start, route.wire_dtype(share))
+            start, stop = lot.bounds(share.num_elements)
+            num_bytes = message_bytes(stop - start, route.wire_dtype(share))
             sums.setdefault(giver, [0, 0])[0] += num_bytes
             sums.setdefault(taker, [0, 0])[1] += num_bytes
     return [(rank, sent, received) for rank, (sent, received) in sums.items()]

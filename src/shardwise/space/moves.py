@@ -186,7 +186,7 @@ def _rows(move: Move, length: int) -> Iterator[tuple[int, int]]:
         yield move.source.first + sum(each for each, _ in step), move.target.first + sum(each for _, each in step)
 
 
-def stretch_of(moves: Iterable[Move], start: int, stop: int) -> Iterator[Move]:
+def moves_between(moves: Iterable[Move], start: int, stop: int) -> Iterator[Move]:
     """Return the moves of the elements `start` up to `stop`, counted row-major through one move after the other.
 
     A move that is cut becomes at most `2 * ndim - 1` moves. Elements keep their order.

@@ -1,4 +1,7 @@
-"""What tests of devices need where there are none: an accelerator of eight fake devices, and a strict double of NCCL.
+"""What tests of others use: a double of devices and of NCCL, and the suites of formats, stores and channels.
+
+`formats`, `stores` and `channels` have the claims that each implementation must fulfil: docs/guides/extending.md. For
+tests of devices where there are none, an accelerator of eight fake devices and a strict double of NCCL:
 
     a test -> accelerator.py: torch.fake, counts, delays      strict.py: the backend "strict" of torch.distributed
                     |                                             |

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shardwise.checkpoint import AsyncSaver, Catalogue, Replicas, SaveReport, State, Store, load, prune, save, store_of
+from shardwise.checkpoint import AsyncSaver, Catalogue, Replicas, SaveReport, State, Store, load, save, store_of
 from shardwise.checkpoint import open as look_into
 from shardwise.checkpoint.commit import check_shared_storage
 from shardwise.checkpoint.keeper_store import KeeperStore
@@ -74,7 +74,12 @@ class RunKeeper(Callback):
             self._lay_tokenizer_beside()
         if table.background:
             self._background = AsyncSaver(
-                config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds
+                config.saves,
+                layout=table.layout,
+                channel=channel,
+                timeout_seconds=config.train.timeout_seconds,
+                keep=table.keep,
+                keep_every=table.keep_every,
             )
         # An `AsyncSaver` of several ranks checks this by itself.
         if self._background is None or channel.size == 1:
@@ -109,7 +114,15 @@ class RunKeeper(Callback):
             return f"{words}; nothing was saved, because checkpoint.every is not set"
         return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
 
-    def save_to(self, path: str, loop: TrainingLoop, *, extra: Mapping[str, object], keep: int | None) -> SaveReport:
+    def save_to(
+        self,
+        path: str,
+        loop: TrainingLoop,
+        *,
+        extra: Mapping[str, object],
+        keep: int | None,
+        keep_every: int | None = None,
+    ) -> SaveReport:
         """Save the run in another folder, at once."""
         return save(
             path,
@@ -119,6 +132,7 @@ class RunKeeper(Callback):
             channel=self._channel,
             data=self._data.data,
             keep=keep,
+            keep_every=keep_every,
         )
 
     def extra(self, loop: TrainingLoop) -> dict[str, Any]:
@@ -134,7 +148,9 @@ class RunKeeper(Callback):
 
     def _save(self, loop: TrainingLoop) -> None:
         if self._background is None:
-            self._committed(loop, self.save_to(self._config.saves, loop, extra={}, keep=None))
+            table = self._config.checkpoint
+            kept = {"keep": table.keep, "keep_every": table.keep_every}
+            self._committed(loop, self.save_to(self._config.saves, loop, extra={}, **kept))
         else:
             extra = self.extra(loop)
             self._committed(loop, self._background.wait())
@@ -156,16 +172,10 @@ class RunKeeper(Callback):
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
     def _committed(self, loop: TrainingLoop, report: SaveReport | None) -> None:
-        """Remove older saves, now that one more is committed."""
-        # Before the first save there is nothing to commit.
-        if report is None:
-            return
-        with agreed(self._channel, purpose="verdict on removing old saves"):
-            if self._channel.rank == 0:
-                table = self._config.checkpoint
-                prune(self._config.saves, keep=table.keep, keep_every=table.keep_every)
-        self.report = report
-        loop.saved(report)
+        """Tell the loop of a save that is committed now; before the first one there is none."""
+        if report is not None:
+            self.report = report
+            loop.saved(report)
 
 
 AUTO = "auto"

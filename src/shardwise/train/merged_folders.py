@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.huggingface_files import files_of, index_of, shards_of
+from shardwise.checkpoint.formats.huggingface.writing import index_of, shards_of
+from shardwise.checkpoint.model_files import files_of
 from shardwise.checkpoint.safetensors_files import DataFile, JoinedWrites
-from shardwise.checkpoint.stores import Store, Writer
-from shardwise.checkpoint.whole_folders import check_folder, write_folder
+from shardwise.checkpoint.stores import Writer
+from shardwise.checkpoint.whole_folders import Folder, check_folder, write_folder
 from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.adapters import MergedModel
@@ -36,7 +37,7 @@ def save_merged(engine: Engine[nn.Module], folder: str | os.PathLike[str], *, ma
     """
     channel = engine.channel
     with aborting(channel, "sw.save_merged"):
-        path = ""
+        path: Folder = ""
         names = engine.hand_over(doing="sw.save_merged", needs_weights=False).rank.names
         with agreed(channel, purpose="verdict on sw.save_merged"):
             merged = MergedModel(engine, names)
@@ -65,11 +66,8 @@ def save_merged(engine: Engine[nn.Module], folder: str | os.PathLike[str], *, ma
                 writes.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
             writes.flush()
 
-        def finish(store: Store) -> None:
-            kept = settings_of_model(merged.base).get(MODEL_FILES, {})
-            if CONFIG in kept and merged.is_untied():
-                kept[CONFIG]["tie_word_embeddings"] = False
-            for name, data in [*index_of(shards).items(), *files_of({}, kept, None)]:
-                store.create(name, data)
-
-        write_folder(path, {shard.name: shard.file for shard in shards}, fill, finish)
+        kept = settings_of_model(merged.base).get(MODEL_FILES, {})
+        if CONFIG in kept and merged.is_untied():
+            kept[CONFIG]["tie_word_embeddings"] = False
+        small = {**dict(files_of({}, kept, None)), **index_of(shards)}
+        write_folder(path, {shard.name: shard.file for shard in shards}, fill, small)

@@ -9,7 +9,8 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.foreign.deepspeed_settings import loss_scale_of, optimizer_settings
+from shardwise.checkpoint.formats.deepspeed.saved_groups import loss_scale_of
+from shardwise.checkpoint.formats.optimizer_settings import optimizer_settings
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.deepspeed.model import STEPS

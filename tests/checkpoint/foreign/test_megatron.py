@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.foreign import dcp
+from shardwise.checkpoint.formats.dcp import reading as dcp
 from shardwise.checkpoint.stores import store_of
 from shardwise.cli import main
 from shardwise.errors import CheckpointError

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.foreign.pickle_writer import pickled
-from shardwise.checkpoint.foreign.pickles import parse
+from shardwise.checkpoint.formats.torch_files.pickle_writer import pickled
+from shardwise.checkpoint.formats.torch_files.pickles import parse
 from shardwise.errors import CheckpointError
 from tests.properties import tried
 

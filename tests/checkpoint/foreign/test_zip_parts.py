@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise import checkpoint
-from shardwise.checkpoint.foreign.archive_sums import check_archives
+from shardwise.checkpoint.formats.torch_files.archive_sums import check_archives
 from shardwise.errors import CheckpointError
 from tests.contracts.format_cases import bad_findings
 

@@ -169,7 +169,9 @@ class KeyedRandom:
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
         stream = self._active
-        if stream is not None and not self.is_suspended and self._is_called(module, refuses=True):
+        if stream is None or self.is_suspended:
+            return
+        if threading.get_ident() in self._threads or self._is_recomputed(module, refuses=True):
             # With the module, because `leave` comes for every call, and `enter` not for those that draw nothing: a
             # call must not end the frame of another.
             stream.frames.append((module, self._number_drawn() if self._is_skipped(module) else self._split()))
@@ -177,9 +179,9 @@ class KeyedRandom:
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends, by a return or by an error."""
         stream = self._active
-        if stream is None or self.is_suspended or not self._is_called(module):
+        if stream is None or self.is_suspended or not stream.frames or stream.frames[-1][0] is not module:
             return
-        if stream.frames and stream.frames[-1][0] is module:
+        if threading.get_ident() in self._threads or self._is_recomputed(module):
             around = stream.frames.pop()[1]
             if not isinstance(around, int):
                 self._install(around)
@@ -213,22 +215,20 @@ class KeyedRandom:
             # the module and on one that does not.
             return int(self._number.random_(generator=torch.default_generator))
 
-    def _is_called(self, module: nn.Module, *, refuses: bool = False) -> bool:
-        """Whether a call of the module is this engine's.
+    def _is_recomputed(self, module: nn.Module, *, refuses: bool = False) -> bool:
+        """Whether a call of the module in a thread that is not this engine's belongs to it all the same.
 
         On an accelerator, autograd runs backwards in another thread, and a forward there is a recomputation. It belongs
         to the stream that is active, unless other engines have the module too: then the thread decides.
         `refuses`: raise ModelError where that is not known.
         """
-        thread = threading.get_ident()
-        if thread in self._threads:
-            return True
         # A thread of the user's own, which calls a module that this engine shares.
         if not in_backward():
             return False
         engines = [hook.random() for hook in forward_pre_hooks(module).values() if isinstance(hook, StreamSplit)]
         # An engine without a stream computes nothing now.
         others = [each for each in engines if each is not None and each is not self and each._active is not None]
+        thread = threading.get_ident()
         if others and refuses and all(thread not in each._threads for each in others):
             raise ModelError(
                 f"a {type(module).__name__} that several engines of this process share is recomputed in a backward "

@@ -55,6 +55,8 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         """Values of stages and plain ones, each once: a module may ask whether two inputs are one, and a write in place
         to the one shows in the other."""
+        self.staged: list[tuple[int, StageTensor]] = []
+        """The values of stages among them, with their numbers."""
         self.objects: list[Any] = []
         self.numbers: list[float | complex] = []
         self.has_opaque = False
@@ -106,7 +108,11 @@ class Arguments:
         self._tokens.append(at)
         if at == len(self.tensors):
             self.tensors.append(tensor)
-            self._tokens.append(spec_of(tensor))
+            if type(tensor) is StageTensor:
+                self.staged.append((at, tensor))
+                self._tokens.append(tensor.value.spec)
+            else:
+                self._tokens.append(Spec.of(tensor))
         return _slot(at)
 
     def _read_other(self, leaf: Any) -> Any:
@@ -154,7 +160,10 @@ class Arguments:
         Hooks before a forward may set attributes.
         """
         assert isinstance(self._call, PlacedModule)
-        places = [(vars(module), key) for module, key in self._call.values_set()]
+        values = self._call.values_set()
+        if not (values or self._modules):
+            return
+        places = [(vars(module), key) for module, key in values]
         if self._modules:
             own = {self._call.module, *self._call.inner}
             # A given module may hold the called one, as the whole model does. It does not come along.
@@ -187,7 +196,9 @@ class Arguments:
         # A module gets containers of its own: real tensors stand in them for values.
         seen = SeenContainers() if self._call.is_user_code and self._seen is not None else None
         args = put_in(self._args, tensors, objects, seen=seen)
-        named = dict(zip(self._names, put_in(self._values, tensors, objects, seen=seen), strict=True))
+        named = {}
+        if self._names:
+            named = dict(zip(self._names, put_in(self._values, tensors, objects, seen=seen), strict=True))
         return tuple(args), named, [] if seen is None else seen.made
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -171,7 +171,7 @@ class Executor:
             versions = list(map(version_of, used))
             args, kwargs, _ = given.filled(used, ())
             try:
-                with self.aside(begun.inside):
+                with self.aside(_inside(stage)):
                     result = call.run_plainly(args, kwargs)
             except Exception as error:
                 _end(error, begun)
@@ -185,13 +185,16 @@ class Executor:
         self.inference.num_replayed += 1
         if entry.writes_kept and isinstance(call, PlacedModule):
             flow.touch(call.name, begun.stage)
-        (answer,) = put_in(entry.skeleton[:1], _wrap(begun, entry, made))
+        wrapped = _wrap(begun, entry, made, are_known=True)
+        if type(entry.skeleton[0]) is TensorSlot:  # as of most modules
+            return wrapped[0]
+        (answer,) = put_in(entry.skeleton[:1], wrapped)
         return answer
 
     def _finish(self, begun: _Begun, entry: CallOutcome, here: _Here | None) -> Any:
         """The result of a call with this outcome."""
         _account_for_writes(begun, entry)
-        wrapped = _wrap(begun, entry, None if here is None else here.made)
+        wrapped = _wrap(begun, entry, None if here is None else here.made, are_known=_all_known(entry, begun))
         if here is not None:
             _note_doubts(begun, entry, here, wrapped)
             _note_opaque(begun, here.result)
@@ -328,24 +331,28 @@ def _begin(
 ) -> _Begun:
     """Count a call; stage: None for the latest among its inputs."""
     given = Arguments(flow, call, stage, args, kwargs)
-    staged = [(at, each) for at, each in enumerate(given.tensors) if type(each) is StageTensor]
+    staged = given.staged
     if stage is None:
         # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
         # values back cannot run ahead of each other.
         stage = max([each.value.stage for _, each in staged])
     with DisableTorchFunctionSubclass():
-        node = next(filter(None, [each.grad_fn for _, each in staged]), None)
-    if node is not None:
-        # Ops inside a custom autograd function run without a graph: its backward would be lost without a word.
-        name = type(node).__name__.removesuffix("Backward")
-        raise ModelError(
-            f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
-            "modules. Call it inside a module, and place that module on a stage. For an activation checkpoint give "
-            "use_reentrant=False"
-        )
+        for _, each in staged:
+            if each.grad_fn is not None:
+                _refuse_function(each.grad_fn)
     flow.enter(call.name, stage, given.numbers)
     # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape along.
     return _Begun(flow, call, stage, given, {at: flow.to_stage(each, stage) for at, each in staged})
+
+
+def _refuse_function(node: object) -> NoReturn:
+    """Raise ModelError: ops inside a custom autograd function run without a graph, and its backward would be lost."""
+    name = type(node).__name__.removesuffix("Backward")
+    raise ModelError(
+        f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
+        "modules. Call it inside a module, and place that module on a stage. For an activation checkpoint give "
+        "use_reentrant=False"
+    )
 
 
 def _note_place(error: Exception, begun: _Begun) -> None:
@@ -378,10 +385,11 @@ def _note_opaque(begun: _Begun, result: Any) -> None:
 
 def _tensors_here(begun: _Begun) -> list[torch.Tensor]:
     """The tensors that a call takes where it is executed."""
-    moved = begun.moved
-    tensors = [moved[at].local if at in moved else each for at, each in enumerate(begun.given.tensors)]
-    assert all(each is not None for each in tensors)
-    return tensors  # type: ignore[return-value]
+    tensors = begun.given.tensors.copy()
+    for at, value in begun.moved.items():
+        assert value.local is not None
+        tensors[at] = value.local
+    return tensors
 
 
 def _nothing() -> Any:
@@ -441,11 +449,14 @@ def _described(specs: Sequence[Spec]) -> str:
     return ", ".join(each) or "no tensors"
 
 
-def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """The outputs as values of the stage."""
+def _wrap(
+    begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None, *, are_known: bool
+) -> list[torch.Tensor]:
+    """The outputs as values of the stage. are_known: their shapes."""
     flow, call, stage, arguments, moved = begun
-    given, known = arguments.tensors, _all_known(entry, begun)
-    lineages, module = [moved[at].lineage if at in moved else 0 for at in range(len(given))], _module_of(begun)
+    given = arguments.tensors
+    lineages = [moved[at].lineage if at in moved else 0 for at in range(len(given))]
+    module = call.name if call.is_user_code else _module_of(begun)
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
         local = None if made is None else made[at]
@@ -464,7 +475,7 @@ def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None
             local,
             call.name,
             memory=memory,
-            has_known_shape=known or not output.spec.shape,
+            has_known_shape=are_known or not output.spec.shape,
             lineage=flow.lineage_of(call.name, at, lineages),
             module=module,
         )
@@ -473,10 +484,8 @@ def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None
 
 
 def _module_of(begun: _Begun) -> str:
-    """The placed module from which a result comes; for an operation, that of its first input on the stage."""
-    if begun.call.is_user_code:
-        return begun.call.name
-    values = [each.value for each in begun.given.tensors if isinstance(each, StageTensor)]
+    """The placed module from which the result of an operation comes: that of its first input on the stage."""
+    values = [each.value for _, each in begun.given.staged]
     return next((each.module for each in values if each.stage == begun.stage), values[0].module)
 
 

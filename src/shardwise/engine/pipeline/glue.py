@@ -43,11 +43,12 @@ from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.engine.torch_private import (
     CALL_METHODS,
     VERSION,
+    function_mode_at,
     function_modes,
     is_transformed,
+    num_function_modes,
     pop_function_mode,
     push_function_mode,
-    top_function_mode,
 )
 from shardwise.errors import BatchError, ModelError
 
@@ -399,10 +400,12 @@ class _Off:
     def __enter__(self) -> None:
         # Modes are a stack, and a mode of the user's may stand above the glue, which then cannot be taken out.
         # Operations still come to it in that case, and `inside` lets them pass.
-        self._is_on_top = top_function_mode() is self._glue
+        glue = self._glue
+        count = num_function_modes()
+        self._is_on_top = count > 0 and function_mode_at(count - 1) is glue
         if self._is_on_top:
             pop_function_mode()
-        self._was_inside, self._glue.inside = self._glue.inside, self._inside
+        self._was_inside, glue.inside = glue.inside, self._inside
 
     def __exit__(self, *_: object) -> None:
         self._glue.inside = self._was_inside

@@ -195,7 +195,7 @@ class StageTensor(torch.Tensor):
 
     value: StageValue
     flow: ValueForward
-    copies: ValueCopies | None
+    copies: ValueCopies | None = None
     """What `family` gives, once somebody has asked: few values cross."""
 
     @staticmethod
@@ -214,7 +214,8 @@ class StageTensor(torch.Tensor):
         )
         made.flow = flow
         made.value = value
-        made.copies = family
+        if family is not None:
+            made.copies = family
         return made
 
     @property

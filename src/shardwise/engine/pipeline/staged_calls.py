@@ -331,16 +331,17 @@ class PlacedModule(OfEngine):
         hooks = forward_pre_hooks(self.module)
         if (numbers := tuple(hooks)) != self._has_users_hooks[1]:
             self._has_users_hooks = (not all(map(is_ours, hooks.values())), numbers)
-        whole = [self.module, *self.inner] if self._has_users_hooks[0] else [self.module]
-        for each in whole:
+        found: list[tuple[nn.Module, str]] = []
+        for each in (self.module, *self.inner) if self._has_users_hooks[0] else (self.module,):
             if StageTensor in map(type, each._buffers.values()):
                 key = next(key for key, held in each._buffers.items() if type(held) is StageTensor)
                 raise ModelError(
                     f"a hook before the forward of {self.name!r} puts a value of a stage into the buffer {key!r}, "
                     "which other ranks do not have. Write to the buffer in place (copy_), or do it in the forward"
                 )
-        holders = [each for each in whole if StageTensor in map(type, vars(each).values())]
-        return [(each, key) for each in holders for key, held in vars(each).items() if type(held) is StageTensor]
+            if StageTensor in map(type, vars(each).values()):
+                found += [(each, key) for key, held in vars(each).items() if type(held) is StageTensor]
+        return found
 
     def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute it: the result. Nobody has hooks inside."""

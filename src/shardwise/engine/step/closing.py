@@ -127,7 +127,6 @@ class StepClosing:
         if self._host_gradients is not None:
             self._host_gradients.begin(*self._divisors(weighting))
         # May lay out the arena anew, under the views that `engine.gradients()` gave.
-        self._gradients.collectors.stay_last()
         self._gradients.begin(num_microbatches, trained)
         self._ties.begin(num_microbatches, trained)
         self._writes.begin()

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ class Collector(Protocol):
 
 
 class Collectors:
-    """A hook on each parameter, which gives its gradient to the collector.
+    """Hooks on parameters, which give their gradients to the collector.
 
     A model that is put under another plan keeps the hooks. They do nothing once the collector is gone, and do not keep
     it alive.
@@ -31,23 +31,31 @@ class Collectors:
         reference = weakref.ref(collector)
         self._parameters = parameters
         self._hooks = {name: _Giving(reference, name) for name in parameters}
-        self._had_hooks = [name for name, each in parameters.items() if gradient_hooks(each)]
+        self._handles: dict[str, RemovableHandle] = {}
+        self._had_hooks: set[str] = set()
         """Those whose list of hooks is torch's. Handles of its hooks know it, so it stays."""
-        self._handles = {name: self._put_on(name) for name in parameters}
 
-    def stay_last(self) -> None:
-        """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
-        # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
-        for name in self._had_hooks:
-            handle = self._handles[name]
-            if next(reversed(gradient_hooks(self._parameters[name]) or ())) != handle.id:
+    def stand_on_all_but(self, quiet: Set[str]) -> None:
+        """Have a hook on all others, behind those that a model has put there since: in its first forward, say."""
+        # Such a hook may sum the gradient over ranks. Ours drops `p.grad`, and a hook behind it would find None.
+        for name in [*self._handles.keys() & quiet, *filter(self._is_behind, self._had_hooks)]:
+            if (handle := self._handles.pop(name, None)) is not None:
                 handle.remove()
+        if len(self._handles) + len(quiet) < len(self._parameters):
+            for name in [each for each in self._parameters if each not in quiet and each not in self._handles]:
                 self._handles[name] = self._put_on(name)
+
+    def _is_behind(self, name: str) -> bool:
+        """Whether there is a hook behind ours."""
+        handle = self._handles.get(name)
+        return handle is not None and next(reversed(gradient_hooks(self._parameters[name]) or ())) != handle.id
 
     def _put_on(self, name: str) -> RemovableHandle:
         parameter = self._parameters[name]
-        if not gradient_hooks(parameter):
+        if not (hooks := gradient_hooks(parameter)):
             setattr(parameter, GRADIENT_HOOKS, _BeforeOurs())
+        elif type(hooks) is not _BeforeOurs:
+            self._had_hooks.add(name)
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hooks[name])
         return handle
 
@@ -72,6 +80,12 @@ class _Giving:
     def __call__(self, parameter: torch.Tensor) -> None:
         if (collector := self.collector()) is not None:
             collector.collect(self._name, parameter)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether somebody else is shown the finished gradient of a parameter."""
+    hooks = gradient_hooks(parameter)
+    return hooks is not None and any(type(each) is not _Giving for each in hooks.values())
 
 
 _TAKEN: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()

@@ -5,7 +5,8 @@ before, at stages 0 and 1:
     backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
 
     [1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones)
-        into its view of the bucket, and `p.grad` is dropped
+        into its view of the bucket, and `p.grad` is dropped. Small ones in the dtype of their sum stay in `p.grad`,
+        where autograd adds them up in the same order, and are copied once: the host is spared a hook for each
     [2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
 
 after, at stages 2 and 3, once per microbatch:
@@ -47,11 +48,14 @@ from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_buffers import MOST_ELEMENTS, GradBuffer, GradBuffers, GradCopies, OwnedGradients
-from shardwise.engine.zero.grad_hooks import Collectors, taken_by
+from shardwise.engine.zero.grad_hooks import Collectors, is_hooked, taken_by
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, OwnedLayout, Precision, plan_arena
 from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype
+
+_MOST_IN_ARENA = 1 << 18
+"""Elements of a bucket of the arena whose gradients wait beside it. Its parts in the arena are there in any case."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -80,6 +84,8 @@ class _Pending:
     views: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
     quiet: Mapping[str, nn.Parameter] = field(init=False, default_factory=dict)
     """Parameters without a hook: their gradients are taken when the reduction starts."""
+    small: Mapping[str, nn.Parameter] = field(init=False, default_factory=dict)
+    """Those that may be without one, of a bucket that is added up before."""
     is_launched: bool = field(init=False, default=False)
     is_left_out: bool = field(init=False, default=False)
     """Nothing of it is trained in this update."""
@@ -172,17 +178,28 @@ class GradReduce(Passes):
         self._owned = OwnedGradients()
         self._quiet: dict[int, dict[str, nn.Parameter]] = {at: {} for at in self._by_stage}
         """Parameters without a hook, of all buckets of a stage."""
-        self.collectors = Collectors(self._with_hooks(parameters), self)
+        self._find_small(parameters)
+        self._collectors = Collectors({name: parameters[name] for name in self._of}, self)
         """The hooks through which autograd gives finished gradients."""
 
-    def _with_hooks(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        # A hook costs the host as much as a small gradient: where the caller says when all have come, small ones have
-        # none.
+    def _find_small(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        # A hook costs the host as much as a small gradient. Small ones have none where the caller says when all have
+        # come, and where no bucket is reduced before the last backward has ended.
         for pending in () if self._starts_when_complete else self._after:
-            pending.quiet = {name: parameters[name] for name in _small(pending.bucket)}
+            pending.quiet = {name: parameters[name] for name in _small(pending.bucket, MOST_ELEMENTS)}
             self._quiet[pending.stage] |= pending.quiet
-        quiet = set().union(*self._quiet.values())
-        return {name: parameters[name] for name in self._of if name not in quiet}
+        for pending in () if self._owners.progresses_alone or self._taker is not None else self._before:
+            small = _small(pending.bucket, _MOST_IN_ARENA)
+            pending.small = {name: parameters[name] for name in small if name not in self._late}
+
+    def _put_on_hooks(self) -> None:
+        """Put a hook on each parameter whose gradient cannot stay where autograd adds it up."""
+        for pending in self._before:
+            # In the dtype of the parameter. A hook of the user's is to see the gradient of one microbatch: it has ours
+            # behind it, which takes that away.
+            is_alike = pending.flat is not None and pending.flat.dtype == torch_dtype(pending.bucket.working)
+            pending.quiet = {name: each for name, each in pending.small.items() if is_alike and not is_hooked(each)}
+        self._collectors.stand_on_all_but({name for each in self._all for name in each.quiet})
 
     def _pendings(self, buckets: Sequence[Bucket], *, adds_before: bool, stage_of: Mapping[str, int]) -> list[_Pending]:
         return [
@@ -221,11 +238,12 @@ class GradReduce(Passes):
 
     @property
     def touched(self) -> frozenset[str]:
-        """Parameters that got a gradient since `begin`."""
+        """Parameters that got a gradient since `begin`; asked for after the last backward."""
+        self._take_from_before()
         return frozenset(self._touched)
 
     def view(self, name: str) -> torch.Tensor:
-        """The sum so far for a parameter of several stages, in its own shape."""
+        """The sum for a parameter of several stages, in its own shape; asked for as `touched` is."""
         self._copies.flush()
         return self._of[name].views[name]
 
@@ -267,6 +285,7 @@ class GradReduce(Passes):
             if not pending.adds_before:
                 pending.buffer, pending.flat, pending.views = None, None, {}
             self._open(pending)
+        self._put_on_hooks()
         self._starts_early = self.moves_in_step and self._starts_when_complete
         self._is_collecting = True
 
@@ -332,6 +351,7 @@ class GradReduce(Passes):
 
     def stop(self) -> None:
         """From now on gradients are the user's again."""
+        self._take_from_before()
         self._is_collecting = False
 
     # Microbatches -------------------------------------------------------------------------------------------------
@@ -451,11 +471,8 @@ class GradReduce(Passes):
         self._copies.flush()
         if pending.flat is None:
             self._give_buffer(pending)
-        if gradients := take_gradients(pending.quiet):
-            with torch.no_grad():
-                torch._foreach_copy_([pending.views[name] for name in gradients], list(gradients.values()))
-            pending.touched.update(gradients)
-            self._touched.update(gradients)
+        if not pending.adds_before:
+            self._take_quiet(pending)
         flat, target = pending.flat, pending.total
         assert flat is not None
         if len(pending.touched) < len(pending.views):
@@ -484,6 +501,22 @@ class GradReduce(Passes):
             pending.buffer, pending.flat, pending.views = None, None, {}
         elif work is None and self._taker is not None and self._replicas.size == 1:
             self._land_all()
+
+    def _take_from_before(self) -> None:
+        for pending in self._before if self._is_collecting else ():
+            self._take_quiet(pending)
+
+    def _take_quiet(self, pending: _Pending) -> None:
+        """Take the gradients that autograd has added up by itself."""
+        gradients = take_gradients(pending.quiet)
+        if self._trained.names is not None:
+            gradients = {name: each for name, each in gradients.items() if name in self._trained.names}
+        if gradients:
+            assert pending.touched.isdisjoint(gradients), "this would overwrite a sum"
+            with torch.no_grad():
+                torch._foreach_copy_([pending.views[name] for name in gradients], list(gradients.values()))
+            pending.touched.update(gradients)
+            self._touched.update(gradients)
 
     def _make_way(self, *, is_apart: bool) -> None:
         """Wait for reductions that the next one must not overtake; `is_apart`: it takes memory besides."""
@@ -621,11 +654,11 @@ class GradReduce(Passes):
         )
 
 
-def _small(bucket: Bucket) -> list[str]:
-    """Parameters of a bucket whose gradients may wait for all of it, in their own memory."""
+def _small(bucket: Bucket, most: int) -> list[str]:
+    """Parameters of a bucket whose gradients may wait for all of it, in their own memory: `most` elements."""
     found, num_elements = [], 0
     for slot in bucket.slots:
-        if slot.num_elements <= MOST_ELEMENTS >> 2 and num_elements + slot.num_elements <= MOST_ELEMENTS:
+        if slot.num_elements <= MOST_ELEMENTS >> 2 and num_elements + slot.num_elements <= most:
             found.append(slot.name)
             num_elements += slot.num_elements
     return found

@@ -1,0 +1,166 @@
+"""Comparison: how pairs of tensors differ, read side by side in windows, each element bit for bit.
+
+    two checkpoints                 what `diff` shows; what an average does not average; what quantising changes
+    two tensors of one checkpoint   twins, which a target ties; numbers that a rewrite joins into one
+
+What differs has its first difference. Equal tensors are not in what is returned.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.elements import Elements, compare, joined
+from shardwise.checkpoint.read_plan import missing
+from shardwise.checkpoint.reading import DataFiles
+from shardwise.checkpoint.rewrite_view import RewriteView
+from shardwise.checkpoint.state_pieces import gather_findings
+from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
+from shardwise.comm import Channel
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece
+
+Read: TypeAlias = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
+"""Reads the elements of pieces, flat; they hold until the next call."""
+
+
+def compared(
+    pairs: Sequence[tuple[Piece, Piece]],
+    a: Read,
+    b: Read,
+    *,
+    turn: int = 0,
+    turns: int = 1,
+    passed: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[int, Elements]:
+    """How the elements of pairs differ, by the number of the pair, counted in the whole pieces.
+
+    Pieces of a pair have equally many elements; `a` reads the first ones, and `b`, maybe the same reader, the others.
+    turn, turns: look at each `turns`-th window from number `turn` on. passed: takes the bytes of `a` in each window.
+    """
+    found: dict[int, Elements] = {}
+    # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
+    # how many fit.
+    sizes = [(one.num_elements, max(itemsize_bytes(one.dtype), itemsize_bytes(other.dtype))) for one, other in pairs]
+    for number, window in enumerate(windows(sizes, max_bytes=WINDOW_BYTES // 2 if a == b else WINDOW_BYTES)):
+        if number % turns != turn:
+            continue
+        ours, theirs = ([part_of_piece(pairs[at][side], start, stop) for at, start, stop in window] for side in (0, 1))
+        if a == b:
+            both = a([*ours, *theirs])
+            read = zip(window, both[: len(window)], both[len(window) :], strict=True)
+        else:
+            read = zip(window, a(ours), b(theirs), strict=True)
+        num_bytes = 0
+        for (at, start, _), mine, yours in read:
+            if (elements := compare(mine, yours)) is not None:
+                # Counted from the start of the window, and wanted from the start of the tensor.
+                here = replace(elements, first=elements.first + start)
+                found[at] = joined(found[at], here) if at in found else here
+            num_bytes += mine.numel() * mine.element_size()
+        passed(num_bytes)
+    return found
+
+
+def equal_unread(a: Contents, one: str, b: Contents, other: str) -> bool:
+    """Whether checksums say that a tensor of one checkpoint has the bytes of one of another."""
+    # Each checksum covers one block: with blocks of two sizes no two checksums cover the same bytes.
+    comparable = a.verifiable and b.verifiable and a.block_bytes == b.block_bytes
+    return comparable and a.tensors[one].checksums == b.tensors[other].checksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPairs:
+    """Tensors of one checkpoint that have to be equal, by their names."""
+
+    files: DataFiles
+    contents: Contents
+    pairs: Sequence[tuple[str, str]]
+    say: Callable[[int, Elements], str]
+    """The finding on a pair, by its number, that is not equal."""
+    purpose: str
+    """What they are, in words."""
+    about: str
+    """What does not fit where some are not equal."""
+    view: RewriteView | None = None
+    """What a rewrite makes of the contents, whose names the pairs then have; None without one."""
+
+    def findings(self, turn: int = 0, turns: int = 1) -> tuple[list[str], int]:
+        """Findings about the windows whose turn it is, one for each first of a pair, and the bytes that were read."""
+        tensors = (self.contents if self.view is None else self.view.contents).tensors
+        pairs = {
+            at: (tensors[one].whole, tensors[other].whole)
+            for at, (one, other) in enumerate(self.pairs)
+            # A rewrite makes other bytes, and no checksum of these is known.
+            if self.view is not None or not equal_unread(self.contents, one, self.contents, other)
+        }
+        lacking = [
+            f"{each.name}: its {'element is' if each.whole.num_elements == 1 else 'elements are'} in no file; the "
+            "checkpoint is incomplete"
+            for each in (self.contents.tensors[name] for name in dict.fromkeys(self._sources(pairs.values())))
+            if missing(each.pieces, each.whole)
+        ]
+        if lacking:
+            return lacking, 0
+        reader = PieceReader(self.files, self.contents, None if self.view is None else self.view.read_targets)
+        different = compared(list(pairs.values()), reader.read, reader.read, turn=turn, turns=turns)
+        numbers = list(pairs)
+        found: dict[str, str] = {}
+        for at, elements in different.items():
+            found.setdefault(self.pairs[numbers[at]][0], self.say(numbers[at], elements))
+        return list(found.values()), reader.read_bytes
+
+    def _sources(self, pairs: Iterable[tuple[Piece, Piece]]) -> Iterator[str]:
+        """The stored tensors that the pairs are made of."""
+        for piece in (each for pair in pairs for each in pair):
+            yield from (piece.name,) if self.view is None else self.view.checked.sources_of(piece.name)
+
+    def compare(self, channel: Channel, readers: Collection[int]) -> int:
+        """Compare them, the ranks that read in turns; how many bytes this rank has read. All ranks call it together.
+
+        Raises CheckpointError, the same on all ranks, with the findings of all.
+        """
+        if not self.pairs:
+            return 0
+        findings: list[str] = []
+        num_bytes = 0
+        if channel.rank in readers:
+            try:
+                # All meet below, whether they read or not: a finding of one is an error on all.
+                findings, num_bytes = self.findings(sorted(readers).index(channel.rank), len(readers))
+            except CheckpointError as error:
+                findings = list(error.problems)
+        if findings := gather_findings(channel, findings, purpose=self.purpose):
+            raise CheckpointError(*findings, about=self.about)
+        return num_bytes
+
+
+def joined_numbers(files: DataFiles, view: RewriteView, groups: Iterable[Sequence[str]]) -> StoredPairs:
+    """Stored numbers that a rewrite joins into one. groups: some of `Checked.agree`."""
+    members = [(group, other) for group in groups for other in group[1:]]
+
+    def say(at: int, elements: Elements) -> str:
+        group, other = members[at]
+        return unequal_numbers(group, (group[0], elements.a), (other, elements.b))
+
+    pairs = [(group[0], other) for group, other in members]
+    return StoredPairs(
+        files=files,
+        contents=view.stored,
+        pairs=pairs,
+        say=say,
+        purpose="numbers that a rewrite makes one",
+        about=f"{view.stored.location} does not fit the rewrite",
+    )
+
+
+def unequal_numbers(group: Sequence[str], one: tuple[str, object], other: tuple[str, object]) -> str:
+    """The finding that two numbers of a group, with their values, are not equal, and a rewrite makes one of all."""
+    return (
+        f"{one[0]} is {one[1]} and {other[0]} is {other[1]}, and the rewrite makes one number of {', '.join(group)}; "
+        "they have to be equal"
+    )
