@@ -232,8 +232,10 @@ class SideBySide(Hooked):
     def __init__(self, store: Store) -> None:
         eight = threading.Barrier(8)
         self.opened: list[str] = []
+        self.num_listings = 0
 
         def meet(operation: Operation) -> None:
+            self.num_listings += operation.kind == "names"
             if operation.kind == "open":
                 self.opened.append(operation.name)
             if operation.kind == "read_into" and operation.num_bytes >= 1 << 20:
@@ -266,6 +268,7 @@ def test_eight_requests_are_under_way_to_a_file_that_is_opened_once(tmp_path: Pa
         target = {name: torch.empty_like(each) for name, each in state.items()}
         sw.load(store, target)
         assert all(torch.equal(target[name], each) for name, each in state.items())
+        assert store.num_listings == 1
     header_too = way == "load foreign"
     assert sum(name.endswith(".safetensors") for name in store.opened) == 1 + header_too
 

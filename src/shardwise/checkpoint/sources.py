@@ -1,8 +1,9 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import xxhash
 
@@ -12,7 +13,7 @@ from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select
-from shardwise.checkpoint.stores import Address, Store, refusals, store_of
+from shardwise.checkpoint.stores import Address, OneFile, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, understood
@@ -33,20 +34,47 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
     """
     if is_unfinished(store.location):
         raise CheckpointError(no_checkpoint(store))
+    listed = _listed_once(store)
     with refusals(f"{store.location} cannot be listed"):
-        kind = recognise(store)
+        kind = recognise(listed)
         if kind in (None, "shardwise"):
-            return _read_save(store, step)
+            return _read_save(store, step, listed)
     if step is not None:
         raise CheckpointError(
             f"{store.location} is a {kind} checkpoint, which has no steps to choose from; leave out step"
         )
-    return read_foreign(store)
+    return read_foreign(listed)
 
 
-def _read_save(store: Store, step: int | None) -> Contents:
+def _listed_once(store: Store) -> Store:
+    """The same store. One that is far answers all questions for names from one listing."""
+    # Each reader of a format asks for the names that it looks for.
+    is_far = store.parallel_reads > 1 and not isinstance(store, OneFile)
+    listed: Any = _ListedOnce(store) if is_far else store
+    return cast("Store", listed)
+
+
+class _ListedOnce:
+    """A store whose files are listed when somebody asks for the first time, and not again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self._store.names())
+
+    def names(self, folder: str = "") -> Iterator[str]:
+        """See `Store.names`."""
+        return (name for name in self._names if not folder or name.startswith(f"{folder}/"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _read_save(store: Store, step: int | None, listed: Store) -> Contents:
     for attempt in range(1, ATTEMPTS + 1):
-        number = select(store, step=step)
+        number = select(listed if attempt == 1 else store, step=step)
         try:
             return read_save(store, number)
         except CheckpointError:
