@@ -232,8 +232,10 @@ class SideBySide(Hooked):
     def __init__(self, store: Store) -> None:
         eight = threading.Barrier(8)
         self.opened: list[str] = []
+        self.num_listings = 0
 
         def meet(operation: Operation) -> None:
+            self.num_listings += operation.kind == "names"
             if operation.kind == "open":
                 self.opened.append(operation.name)
             if operation.kind == "read_into" and operation.num_bytes >= 1 << 20:
@@ -266,6 +268,7 @@ def test_eight_requests_are_under_way_to_a_file_that_is_opened_once(tmp_path: Pa
         target = {name: torch.empty_like(each) for name, each in state.items()}
         sw.load(store, target)
         assert all(torch.equal(target[name], each) for name, each in state.items())
+        assert store.num_listings == 1
     header_too = way == "load foreign"
     assert sum(name.endswith(".safetensors") for name in store.opened) == 1 + header_too
 
@@ -333,3 +336,70 @@ def test_small_tensors_that_all_need_are_read_whole_by_ranks_in_turn(tmp_path: P
             if any(each.start < place.stop and place.start < each.stop and len(each) > 8192 for each in ranges)
         ]
         assert len(readers) == 1, tensor.name
+
+
+@pytest.mark.parametrize("way", ["load", "load foreign", "verify"])
+def test_nothing_is_under_way_any_more_when_a_read_ahead_has_failed(tmp_path: Path, way: str) -> None:
+    """Else it would go on to write to the target."""
+    state = {f"w{at}": torch.arange(2048.0 * 2048).view(2048, 2048) + at for at in range(4)}  # 64 MiB
+    sw.save(tmp_path, state) if way != "load foreign" else save_file(state, tmp_path / "model.safetensors")
+    eight, never = threading.Barrier(8), threading.Event()
+    counts = {"begun": 0, "ended": 0}
+    counting = threading.Lock()
+
+    def count(operation: Operation, what: str) -> bool:
+        if operation.kind != "read_into" or operation.num_bytes < 1 << 20:
+            return False
+        with counting:
+            counts[what] += 1
+            return counts[what] == 1
+
+    def begin(operation: Operation) -> None:
+        if operation.kind == "read_into" and operation.num_bytes >= 1 << 20:
+            is_first = count(operation, "begun")
+            if counts["begun"] <= 8:
+                eight.wait(timeout=20)
+            if is_first:
+                count(operation, "ended")
+                raise OSError(5, "Input/output error")
+            never.wait(0.1)
+
+    class Far(Hooked):
+        parallel_reads = 8
+
+    store = Far(LocalStore(tmp_path), begin, lambda operation: count(operation, "ended"))
+    if way == "verify":
+        assert "Input/output error" in checkpoint.verify(store).findings[0]
+    else:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            sw.load(store, {name: torch.empty_like(each) for name, each in state.items()})
+    assert counts["begun"] == counts["ended"] >= 8
+
+
+def test_of_very_many_files_few_are_open_at_a_time(tmp_path: Path) -> None:
+    state = {f"w{at}": torch.full((4096,), float(at)) for at in range(200)}
+    for at, (name, tensor) in enumerate(state.items(), 1):
+        save_file({name: tensor}, tmp_path / f"model-{at:05d}-of-00200.safetensors")
+    is_open: set[str] = set()
+    most = 0
+
+    class Noting(Hooked):
+        def open(self, name: str) -> Any:
+            nonlocal most
+            reader = super().open(name)
+            inner = reader.close
+
+            def close() -> None:
+                is_open.discard(name)
+                inner()
+
+            is_open.add(name)
+            most = max(most, len(is_open))
+            reader.close = close  # type: ignore[method-assign]
+            return reader
+
+    target = {name: torch.empty_like(each) for name, each in state.items()}
+    sw.load(Noting(LocalStore(tmp_path)), target)
+    assert all(torch.equal(target[name], each) for name, each in state.items())
+    assert not is_open
+    assert most <= 65

@@ -308,7 +308,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         pairs.append(twin_pairs(files, contents, view, found.twins))
         compared_bytes = sum([each.compare(channel, readers) for each in pairs])
         with torch.no_grad():
-            traffics = [each.fill(twice=options.verify == "first") for each in reading]
+            for rounds_of in reading:
+                rounds_of.fill(twice=options.verify == "first")
             # After the reads: damage leaves the target as it was, where it does.
             for each in located.padding:
                 each.fill()
@@ -317,9 +318,9 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         step=contents.step,
         verified=verify,
         num_tensors=sum(len(each.names) for each in rounds),
-        read_bytes=sum(each.read_bytes for each in traffics) + compared_bytes,
-        received_bytes=sum(each.received_bytes for each in traffics),
-        in_place=traffics[-1].in_place,
+        read_bytes=sum(each.read_bytes for each in reading) + compared_bytes,
+        received_bytes=sum(each.received_bytes for each in reading),
+        in_place=reading[-1].in_place,
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),

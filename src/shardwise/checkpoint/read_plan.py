@@ -382,7 +382,7 @@ def _dealt(first: int, last: int, ranks: tuple[int, ...], num_parts: int, rank: 
         return first, first
     # Counted off, the first stretch of every tensor would go to the same rank, and with it all that is one block.
     scattered = ((ordinal + first) * _SCATTER % 2**32) * len(ranks) >> 32
-    turn = (at - scattered) % len(ranks)
-    if turn >= num_parts:
+    turn = (at - scattered) % len(ranks) - (len(ranks) - num_parts)
+    if turn < 0:
         return first, first
     return first + (last - first) * turn // num_parts, first + (last - first) * (turn + 1) // num_parts

@@ -14,9 +14,9 @@ alone needs, straight into the target if that has the order of the file.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, groupby
+from typing import NamedTuple
 
 import torch
 
@@ -61,16 +61,23 @@ OWN_BATCHES = 256
 """After so many of those it waits for the others, so that none waits for it longer than the channel allows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTraffic:
-    """What a rank has read, and how it got what others have read."""
+class RoundNeeds(NamedTuple):
+    """What a rank says of its rounds, in an exchange."""
 
-    read_bytes: int
-    """Bytes of data files that this rank has read."""
-    received_bytes: int
-    """Bytes in messages from other ranks."""
-    in_place: bool
-    """Whether ranks took what they needed out of the memory of those that had read it, without messages."""
+    at_once: int
+    """Batches where all is read as one."""
+    at_once_bytes: int
+    """Of the largest of these."""
+    handed: int
+    """Batches of what others need too."""
+    handed_bytes: int
+    own: int
+    """Groups of batches of what no other needs."""
+    prefers_blocks: bool
+    """Whether it would read blocks for others rather than just the bytes that it needs."""
+    has_cheap_blocks: bool
+    digest: str
+    """Of the places of what is stored: spans name a stored piece by its position."""
 
 
 class ReadRounds:
@@ -83,6 +90,12 @@ class ReadRounds:
     """Batches that all ranks read in step, because others need something of them."""
     own: list[list[Batch]]
     """Then batches that no other rank needs, in groups; ranks wait for each other between groups."""
+    read_bytes = 0
+    """Bytes of data files that this rank has read."""
+    received_bytes = 0
+    """Bytes in messages from other ranks."""
+    in_place = False
+    """Whether ranks took what they needed out of the memory of those that had read it, without messages."""
 
     def __init__(
         self,
@@ -112,7 +125,6 @@ class ReadRounds:
         self._is_exact = False
         self._num_bytes = 0
         """Bytes of the largest batch of any rank that others may look into."""
-        counts = [len(self._at_once), self._largest(self._at_once), len(self.handed), self._largest(self.handed)]
         # Without checksums there is no reason to read whole blocks, and nothing has to be sent. Strips of some KiB are
         # an exception, because each costs a call: all read blocks then, unless one would read noticeably more than it
         # needs, or as much as takes longer than the strips.
@@ -121,34 +133,43 @@ class ReadRounds:
             thin, max_bytes = is_in_strips(stored, [each.source for each in targets])
             # Over a network blocks are read side by side, ranges one after the other.
             prefers_blocks, is_cheap = thin or files.num_ahead > 0, plan.read_bytes <= max_bytes
-        self.needs = (*counts, len(self.own), prefers_blocks, is_cheap, _digest(stored))
+        self.needs = RoundNeeds(
+            len(self._at_once),
+            _largest(self._at_once),
+            len(self.handed),
+            _largest(self.handed),
+            len(self.own),
+            prefers_blocks,
+            is_cheap,
+            _digest(stored),
+        )
         """What the other ranks have to know."""
 
-    def settle(self, needs: Sequence[Sequence[int]]) -> None:
-        """Make as many rounds as others. needs: all numbers that ranks need."""
+    def settle(self, needs: Sequence[RoundNeeds]) -> None:
+        """Make as many rounds as others. needs: those of all ranks."""
         # All ranks have to make the same number of exchanges, and their buffers have one size, so that each can view
         # the others'. The largest number of any rank: the others take part in the last rounds with nothing.
-        counts = [max(column) for column in zip(*needs, strict=True)]
-        self._is_exact = not (counts[5] and all(each[6] for each in needs))
+        most = RoundNeeds(*[max(column) for column in zip(*needs, strict=True)])
+        self._is_exact = not (most.prefers_blocks and all(each.has_cheap_blocks for each in needs))
         # One round for all, or for none: a rank that used its only batch at once would have changed its target when
         # another one finds damage in its second.
-        if counts[0] <= 1:
-            self.handed, self.own, self._num_bytes = self._at_once, [], counts[1]
-            num_handed, num_own = counts[0], 0
+        if most.at_once <= 1:
+            self.handed, self.own, self._num_bytes = self._at_once, [], most.at_once_bytes
+            num_handed, num_own = most.at_once, 0
         else:
-            self._num_bytes, num_handed, num_own = counts[3], counts[2], counts[4]
+            self._num_bytes, num_handed, num_own = most.handed_bytes, most.handed, most.own
         self.handed += [[] for _ in range(num_handed - len(self.handed))]
         self.own += [[] for _ in range(num_own - len(self.own))]
 
-    def fill(self, *, twice: bool) -> ReadTraffic:
+    def fill(self, *, twice: bool) -> None:
         """Fill the targets. With `twice` all rounds are read and verified before the first is used.
 
         Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
         """
         if self._is_exact:
             with agreed(self._channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
-                read_bytes = fill_exactly(self._files, self._stored, self._targets)
-            return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
+                self.read_bytes = fill_exactly(self._files, self._stored, self._targets)
+            return
         handover, buffers = self._handover, _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0)
         number = 0
         with BatchReader(self._files, self._contents, verify=self._verify) as reader:
@@ -168,15 +189,11 @@ class ReadRounds:
                     number += 1
                 for batches in self.own:
                     self._read_for_itself(reader, batches, dry=dry)
-        return ReadTraffic(
-            read_bytes=reader.read_bytes, received_bytes=handover.received_bytes, in_place=buffers.in_place
-        )
+        self.read_bytes, self.received_bytes = reader.read_bytes, handover.received_bytes
+        self.in_place = buffers.in_place
 
     def _cut(self, spans: Sequence[StoredSpan], max_bytes: int) -> list[list[StoredSpan]]:
         return batches_of(spans, block_bytes=self._contents.block_bytes, max_bytes=max_bytes)
-
-    def _largest(self, batches: Sequence[Sequence[StoredSpan]]) -> int:
-        return max(map(buffer_bytes, batches), default=0)
 
     def _own_batches(self) -> Iterator[Batch]:
         """What this rank reads for itself alone."""
@@ -184,7 +201,7 @@ class ReadRounds:
         own_bytes = IN_PLACE_BYTES if self._files.num_ahead else OWN_BYTES
         # A large span may be read straight into its tensor. Small ones would each cost a call, so that they are read
         # together and copied.
-        for is_large, spans in groupby(self._plan.own_reads, lambda span: self._largest([[span]]) >= own_bytes):
+        for is_large, spans in groupby(self._plan.own_reads, lambda span: buffer_bytes([span]) >= own_bytes):
             if not is_large:
                 yield from ((batch, None) for batch in self._cut(list(spans), own_bytes))
                 continue
@@ -230,21 +247,28 @@ def agree_on_rounds(channel: Channel, rounds: Sequence[ReadRounds], findings: Se
     purpose = "findings on the files, and rounds"
     mine = [list(findings), [each.needs for each in rounds]]
     answers = channel.exchange(json.dumps(mine).encode(), purpose=purpose)
-    findings_of, needs_of = zip(*understood(answers, cache(json_as(_SAID)), purpose=purpose), strict=True)
+    findings_of, needs_of = zip(*understood(answers, cache(_said_in), purpose=purpose), strict=True)
     if found := list(dict.fromkeys(chain.from_iterable(findings_of))):
         raise CheckpointError(*found, about=about)
     for each, needs in zip(rounds, zip(*needs_of, strict=True), strict=True):
-        # Spans name a stored piece by its position. The exchange is made anyway, and the digest in it is cheap.
-        if len({digest for *_, digest in needs}) > 1:
+        # The exchange is made anyway, and the digest in it is cheap.
+        if len({of_rank.digest for of_rank in needs}) > 1:
             raise MismatchError(
                 "ranks have not found the same stored pieces in the same order, and would mix up the pieces that "
                 "they read; nothing was changed. This is a fault of shardwise: please report it"
             )
-        each.settle([numbers for *numbers, _ in needs])
+        each.settle(needs)
 
 
-_SAID = tuple[list[str], list[tuple[int, int, int, int, int, bool, bool, str]]]
-"""Findings of a rank, and what it needs."""
+def _said_in(answer: bytes) -> tuple[list[str], list[RoundNeeds]]:
+    """Findings of a rank, and what it needs."""
+    rows = list[tuple[int, int, int, int, int, bool, bool, str]]
+    findings, needs = json_as(tuple[list[str], rows])(answer)
+    return findings, [RoundNeeds(*each) for each in needs]
+
+
+def _largest(batches: Sequence[Sequence[StoredSpan]]) -> int:
+    return max(map(buffer_bytes, batches), default=0)
 
 
 def _digest(stored: Sequence[StoredPiece]) -> str:
