@@ -37,7 +37,7 @@ from shardwise.checkpoint.states import SomeData, State, wrong_rewrite
 from shardwise.checkpoint.stores import Address, read_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import aborting, agreed
-from shardwise.comm.default_channel import channel_of
+from shardwise.comm.given_channel import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
 

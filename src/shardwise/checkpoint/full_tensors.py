@@ -28,7 +28,7 @@ from shardwise.checkpoint.state_pieces import Held, hold
 from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, pieces_in_windows, windows
 from shardwise.comm import Channel
-from shardwise.comm.default_channel import channel_of, given_or_default
+from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError, few_of
 from shardwise.moving.copies import part_of, put

@@ -40,7 +40,7 @@ from shardwise.checkpoint.stores import Address, Store
 from shardwise.checkpoint.windows import ReadTarget, is_in_strips
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
-from shardwise.comm.default_channel import channel_of, given_or_default
+from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError, MismatchError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name

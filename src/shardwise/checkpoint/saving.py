@@ -28,7 +28,7 @@ from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned,
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, understood
-from shardwise.comm.default_channel import channel_of, given_or_default
+from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_exchange import Gathering, merged_settings, pack_pieces, unpack_pieces

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.default_channel import given_or_default
+from shardwise.comm.given_channel import given_or_default
 from shardwise.comm.local_tensors import dtype_name, extent, first_shared, is_dtensor, share_elements, torch_dtype
 from shardwise.errors import PlanError
 from shardwise.moving.mover import carry_out_plan

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed, understood
-from shardwise.comm.default_channel import given_or_default
+from shardwise.comm.given_channel import given_or_default
 from shardwise.comm.local_tensors import bytes_of, dtype_name, torch_dtype
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES

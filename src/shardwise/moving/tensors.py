@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Channel
-from shardwise.comm.default_channel import given_or_default
+from shardwise.comm.given_channel import given_or_default
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.live_states import findings_of, stored_shape
