@@ -8,7 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.agreement import aborting, agreed
-from shardwise.comm.hosts import with_hosts
+from shardwise.comm.hosts import RankNames, naming_hosts, ranks_by_host
 from shardwise.comm.process.channel import ProcessChannel
 from shardwise.comm.process.connections import HostRecord, host_names
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -17,25 +17,32 @@ from tests.comm.boards import on_threads
 HOSTS = ("node07", "node07", "node09")
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("rank 2 is gone (its process died)", "rank 2 (node09) is gone (its process died)"),
-        ("ranks 0, 1 and 2 differ", "ranks 0 (node07), 1 (node07) and 2 (node09) differ"),
-        ("  - rank 0: all_gather\n  - rank 2: send", "  - rank 0 (node07): all_gather\n  - rank 2 (node09): send"),
-        ("Rank 0 has 5, rank 1 of 3 has 6", "Rank 0 (node07) has 5, rank 1 (node07) of 3 has 6"),
-        ("it waits for rank 1, 2 in send", "it waits for rank 1 (node07), 2 (node09) in send"),
-        ("data rank 1 and data ranks 0, 2", "data rank 1 and data ranks 0, 2"),
-        ("ranks 0 to 2 of 8, ranks 0-2", "ranks 0 to 2 of 8, ranks 0-2"),
-        ("rank 7 of another world", "rank 7 of another world"),
-        ("rank 0 on node07 writes to /a; rank 2 (node09) too", "rank 0 on node07 writes to /a; rank 2 (node09) too"),
-    ],
-)
-def test_each_rank_has_its_host_behind_it(text: str, named: str) -> None:
-    assert with_hosts(text, HOSTS) == named
-    assert with_hosts(named, HOSTS) == named  # an error may pass two places that name hosts
-    assert with_hosts(text, ("node07",) * 3) == text
-    assert with_hosts(text, ()) == text
+def test_a_rank_has_its_host_behind_it_where_there_are_several() -> None:
+    names = RankNames(HOSTS)
+    assert [names[0], names[2], names[7]] == ["0 (node07)", "2 (node09)", "7"]
+    assert RankNames(("node07",) * 3)[1] == RankNames()[1] == "1"
+
+
+def test_a_note_lists_the_ranks_of_each_host() -> None:
+    assert ranks_by_host(HOSTS) == "ranks by host: 0, 1 on node07; 2 on node09"
+    assert ranks_by_host(("node07",) * 3) == ranks_by_host(()) == ""
+    many = ranks_by_host([f"node{rank // 10:03}" for rank in range(200)])
+    assert many.startswith("ranks by host: 0, 1, 2, 3, 4, 5, 6, 7 and 2 more on node000; ")
+    assert many.endswith("157 and 2 more on node015; and 4 more hosts")
+
+
+class Placed:
+    hosts = HOSTS
+
+
+def test_errors_that_pass_two_places_have_one_note() -> None:
+    with (
+        pytest.raises(CheckpointError, match="rank 2 is late") as caught,
+        naming_hosts(Placed()),
+        naming_hosts(Placed()),
+    ):
+        raise CheckpointError("rank 2 is late")
+    assert caught.value.__notes__ == ["ranks by host: 0, 1 on node07; 2 on node09"]
 
 
 def abort(channel: ProcessChannel) -> None:

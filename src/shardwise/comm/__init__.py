@@ -4,7 +4,6 @@
 is a world of one. `Recorded` wraps any channel and lists its calls.
 """
 
-# Functions named like their module are bound here, before anybody can import that module and bind the name to it.
 from shardwise.comm.channel import Channel, Work, alone
 from shardwise.comm.given_channel import default_channel
 from shardwise.comm.process.world import processes

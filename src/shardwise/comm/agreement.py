@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from shardwise import errors
 from shardwise.comm.channel import Channel
 from shardwise.comm.digests import digest_of
-from shardwise.comm.hosts import naming_hosts
+from shardwise.comm.hosts import RankNames, names_of, naming_hosts
 from shardwise.comm.rank_values import RankValues
 from shardwise.errors import (
     CheckpointError,
@@ -223,7 +223,8 @@ def agreed(
         verdicts = understood(answers, _verdict, purpose=purpose)
         refusals = {rank: each for rank, each in enumerate(verdicts) if each is not None}
         # Each rank builds the error from the same answers: nothing of its own goes in, so the texts cannot differ.
-        raise _joined(refusals, names_ranks=only is None and len(refusals) < channel.size) from refusal
+        names_ranks = only is None and len(refusals) < channel.size
+        raise _joined(refusals, names_of(channel), names_ranks=names_ranks) from refusal
     agreement.values = understood(answers, lambda answer: answer[1:], purpose=purpose)
 
 
@@ -252,7 +253,7 @@ def _verdict(answer: bytes) -> Refusal | None:
     return refusal
 
 
-def _joined(refusals: Mapping[int, Refusal], *, names_ranks: bool) -> ShardwiseError:
+def _joined(refusals: Mapping[int, Refusal], names: RankNames, *, names_ranks: bool) -> ShardwiseError:
     """One error for all that ranks refuse with. Where not all say the same, each line says which rank does."""
     names_ranks = names_ranks or len({text for _, text, _, _ in refusals.values()}) > 1
     # Ranks that say the same are one line. Where all do, none is named: the refusal is not about a rank.
@@ -260,7 +261,7 @@ def _joined(refusals: Mapping[int, Refusal], *, names_ranks: bool) -> ShardwiseE
     problems: dict[str, None] = {}
     notes: dict[str, None] = {}
     for rank, (_, text, own_problems, own_notes) in refusals.items():
-        label = f"rank {rank}: " if names_ranks else ""
+        label = f"rank {names[rank]}: " if names_ranks else ""
         lines[label + text] = None
         problems |= dict.fromkeys(label + each for each in own_problems or [text])
         notes |= dict.fromkeys(label + each for each in own_notes)
@@ -296,10 +297,11 @@ def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) 
     if not different:
         return
     position, rank = min((_first_difference(texts[0], texts[rank]), rank) for rank in different)
-    listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))
+    names = names_of(channel)
+    listed = f"rank{'' if len(different) == 1 else 's'} " + ", ".join(names[each] for each in different)
     raise MismatchError(
-        f"{listed} and rank 0 were given different {subject}; first difference: rank 0 has "
-        f"{_line(texts[0], position)}, rank {rank} has {_line(texts[rank], position)}. {hint}"
+        f"{listed} and rank {names[0]} were given different {subject}; first difference: rank {names[0]} has "
+        f"{_line(texts[0], position)}, rank {names[rank]} has {_line(texts[rank], position)}. {hint}"
     )
 
 

@@ -1,39 +1,29 @@
-"""Which host a rank is on, said in one place: where errors leave the library, and where a channel says what broke.
+"""Which host a rank is on, where ranks are on more than one: in what a channel says of ranks, and in a note of errors.
 
-    "rank 3 is gone (its process died)"       ->  "rank 3 (node07) is gone (its process died)"
-    "ranks 3 and 5 differ"                    ->  "ranks 3 (node07) and 5 (node09) differ"
-    "data rank 3 ..."                         stays: it is no rank of the world
+    "rank 3 (node07) is gone (its process died)"     written with `RankNames`, by who knows the channel
+    "ranks by host: 0, 1 on node05; 2, 3 on node07"  a note under every other error that leaves the library
 
 Where all ranks are on one host, nothing is added.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shardwise.errors import CheckpointError, PlanError, RewriteError, ShardwiseError
+from shardwise.errors import ShardwiseError, few_of
 
-_RANKS = re.compile(r"(?<!data )(?<!local )\b([Rr]anks? )(\d+(?:(?:, | and |, and )\d+)*)(?!\d| to \d|-\d)")
-
-
-def with_hosts(text: str, hosts: Sequence[str]) -> str:
-    """The text, in which each rank that is named has its host behind it. hosts: by rank; empty where unknown."""
-    if len(set(hosts)) < 2:
-        return text
-
-    def named(found: re.Match[str]) -> str:
-        rest = text[found.end() :]
-        return found[1] + re.sub(r"\d+", lambda number: _named(number, found[2], rest, hosts), found[2])
-
-    return _RANKS.sub(named, text)
+_SHOWN_HOSTS, _SHOWN_RANKS = 16, 8
 
 
-def _named(number: re.Match[str], listed: str, rest: str, hosts: Sequence[str]) -> str:
-    rank = int(number[0])
-    host = hosts[rank] if rank < len(hosts) else ""
-    is_last = number.end() == len(listed)
-    says_it = is_last and rest.startswith((f" ({host})", f" on {host}"))
-    return number[0] if says_it or not host else f"{number[0]} ({host})"
+class RankNames:
+    """Ranks in words, by number: "3 (node07)"."""
+
+    def __init__(self, hosts: Sequence[str] = ()) -> None:
+        """hosts: by rank; empty where unknown."""
+        self._hosts = hosts if len(set(hosts)) > 1 else ()
+
+    def __getitem__(self, rank: int) -> str:
+        host = self._hosts[rank] if rank < len(self._hosts) else ""
+        return f"{rank} ({host})" if host else str(rank)
 
 
 def hosts_of(channel: object) -> Sequence[str]:
@@ -42,15 +32,30 @@ def hosts_of(channel: object) -> Sequence[str]:
     return found
 
 
+def names_of(channel: object) -> RankNames:
+    """The ranks of a channel in words."""
+    return RankNames(hosts_of(channel))
+
+
+def ranks_by_host(hosts: Sequence[str]) -> str:
+    """The ranks of each host in words; empty where they are all on one. hosts: by rank; empty where unknown."""
+    by_host: dict[str, list[str]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(str(rank))
+    if len(by_host) < 2:
+        return ""
+    lines = [f"{few_of(ranks, _SHOWN_RANKS, quotes=False)} on {host}" for host, ranks in by_host.items()]
+    more = f"; and {len(lines) - _SHOWN_HOSTS} more hosts" if len(lines) > _SHOWN_HOSTS else ""
+    return f"ranks by host: {'; '.join(lines[:_SHOWN_HOSTS])}{more}"
+
+
 @contextmanager
 def naming_hosts(channel: object) -> Iterator[None]:
-    """Errors of shardwise that leave this block name the host of each rank that they name."""
+    """Errors of shardwise that leave this block have a note of the ranks of each host."""
     try:
         yield
     except ShardwiseError as error:
-        hosts = hosts_of(channel)
-        # In the error itself: another one would lose its class, its attributes and where it comes from.
-        error.args = tuple(with_hosts(each, hosts) if isinstance(each, str) else each for each in error.args)
-        if isinstance(error, PlanError | CheckpointError | RewriteError):
-            error.problems = tuple(with_hosts(each, hosts) for each in error.problems)
+        note = ranks_by_host(hosts_of(channel))
+        if note and note not in getattr(error, "__notes__", ()):  # an error may pass two places
+            error.add_note(note)
         raise

@@ -62,7 +62,7 @@ def made_backend(kind: str, store: Store, rank: int, size: int, timeout: timedel
         return own_class(store, rank, size, options)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
-    plugin_options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+    plugin_options: Any = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
     plugin_options.store = store
     plugin_options.group_rank, plugin_options.group_size = rank, size
     plugin_options.timeout = timeout

@@ -27,7 +27,7 @@ import torch
 from shardwise.comm.call_log import CallLog, packed_calls
 from shardwise.comm.channel import Signature
 from shardwise.comm.hang_report import Whereabouts
-from shardwise.comm.hosts import with_hosts
+from shardwise.comm.hosts import RankNames
 from shardwise.comm.process.frames import (
     ASKS,
     BY_GLOO,
@@ -105,6 +105,8 @@ class Switchboard:
         """
         self.rank = rank
         self.hosts = hosts
+        self.names = RankNames(hosts)
+        """Ranks of the world in words."""
         self.timeout_seconds = timeout_seconds
         self.verdict: ChannelVerdict | None = None
         self.tally = RankTally()
@@ -138,7 +140,7 @@ class Switchboard:
         # lanes must not be broken by another thread.
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self.known = KnownRanks(rank, timeout_seconds=timeout_seconds)
+        self.known = KnownRanks(rank, self.names, timeout_seconds=timeout_seconds)
         """What the others have said of themselves."""
         self.links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self.known, lock=self._lock)
         self.pairs = pairs
@@ -264,7 +266,7 @@ class Switchboard:
             number, start = json.loads(place)
             return self.links[rank].shared(number, start, num_bytes)
         except (LookupError, TypeError, ValueError, RecursionError) as error:
-            self.fail(garbled(rank, f"a place in its memory that means nothing ({in_words(error)})"))
+            self.fail(garbled(rank, f"a place in its memory that means nothing ({in_words(error)})", self.names))
             self._raise(Signature(operation="exchange", purpose="shared memory"))
 
     def lend(self, num_bytes: int) -> torch.Tensor:
@@ -320,7 +322,7 @@ class Switchboard:
         with self.lock:
             closed = [rank for rank in awaited if self.links.said_bye(rank)]
             if self.verdict is None and closed:
-                self.verdict = closed_by(closed[0])
+                self.verdict = closed_by(closed[0], self.names)
             self.fail(self.verdict or self.known.stuck(self.known.likeliest(awaited)))
 
     def tell_waiting(self, signature: Signature, awaited: Sequence[int]) -> bool:
@@ -347,7 +349,7 @@ class Switchboard:
     def note(self, log: CallLog, signature: Signature) -> None:
         """Put a call into its log; the board fails where another rank says that it made another one in its place."""
         if (texts := log.add(self._stamp(signature))) is not None:
-            self.fail(different(texts))
+            self.fail(different(texts, self.names))
             self._raise(signature)
 
     def tell_calls(self, log: CallLog, ranks: Sequence[int]) -> None:
@@ -513,7 +515,7 @@ class Switchboard:
                 log = self._logs.get(lane)
                 texts = log.hear(rank, calls) if log is not None and rank in log.members else None
                 if texts is not None:
-                    self.fail(different(texts))
+                    self.fail(different(texts, self.names))
         elif isinstance(content, ChannelVerdict):
             ended = rank if kind == FrameKind.FAILED else content.culprit
             if kind == FrameKind.LOST and ended is not None and self.known[ended].said_bye:
@@ -575,7 +577,7 @@ class Switchboard:
             # The error shows both texts: the sender's came as a SIGNATURE frame before the chunk.
             inbound.refuse()
             theirs = self.links[inbound.source].texts[inbound.digest]
-            self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}))
+            self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}, self.names))
         elif inbound in self._asking:
             self._asking.remove(inbound)
             self.links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
@@ -598,12 +600,12 @@ class Switchboard:
         self.fail(self.verdict)
         self.was_heard = True
         if self.verdict.culprit is None:
-            raise CallMismatchError(with_hosts(self.verdict.fact, self.hosts))
+            raise CallMismatchError(self.verdict.fact)
         # Later calls raise the same text: what the rank was doing when it learnt of the failure, not when it asked
         # again.
         if self._raised is None:
-            where = f"while rank {self.rank} was in {signature.operation} for {signature.purpose!r}"
-            text = with_hosts(f"{self.verdict.fact}, {where}", self.hosts)
+            where = f"while rank {self.names[self.rank]} was in {signature.operation} for {signature.purpose!r}"
+            text = f"{self.verdict.fact}, {where}"
             self._raised = (text, signature.operation, signature.purpose)
         text, operation, purpose = self._raised
         raise PeerError(text, rank=self.verdict.culprit, operation=operation, purpose=purpose)
@@ -613,15 +615,17 @@ class Switchboard:
             known = self.known[link.rank]
             has_said = link.said_bye or link.has_failed or known.said_bye or known.has_ended
             if not has_said and self.verdict is None:
-                self.verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
+                self.verdict = (
+                    garbled(link.rank, link.garbled, self.names) if link.garbled else gone(link.rank, self.names)
+                )
         if self.verdict is None and self.pairs is not None and (lost := self.pairs.lost(self.links.said_bye)):
-            self.verdict = unreachable(*lost)
+            self.verdict = unreachable(*lost, self.names)
 
     def _is_hopeless(self, transfer: TransferInFlight) -> bool:
         """Whether the transfer waits for a rank that will not go on."""
         for rank in transfer.awaited:
             if self.verdict is None and self.links.said_bye(rank):
-                self.verdict = closed_by(rank)
+                self.verdict = closed_by(rank, self.names)
             if self.links.sends_no_more(rank) or (self.pairs is not None and self.pairs.is_lost(rank)):
                 return True
         return False
@@ -653,7 +657,7 @@ class Switchboard:
             patience_seconds = self.timeout_seconds if self.verdict is None else LAST_WORDS_SECONDS
             self.links.linger(time.monotonic() + patience_seconds)
             self.verdict = self.verdict or ChannelVerdict(
-                fact=f"rank {self.rank} has closed this channel", culprit=self.rank
+                fact=f"rank {self.names[self.rank]} has closed this channel", culprit=self.rank
             )
             self._has_ended = True
             self.drop()
@@ -677,7 +681,7 @@ class Switchboard:
         """In a forked child: close what it has inherited, which it must not hold open."""
         self._process = os.getpid()
         self._lock = threading.RLock()  # the thread that holds the other one may not be in this process
-        fact = f"this process was forked from rank {self.rank}, which alone can use its channel"
+        fact = f"this process was forked from rank {self.names[self.rank]}, which alone can use its channel"
         self.verdict = self.verdict or ChannelVerdict(fact=fact, culprit=self.rank)
         if self.pairs is not None:
             self.pairs.leave_to_parent()

@@ -158,7 +158,7 @@ class ProcessChannel:
         texts = first_difference(logs, exchange, even=self._log.lane)
         # Without any, some ranks have only come further on another channel of theirs than others.
         if texts is not None:
-            self.board.fail(different(texts))
+            self.board.fail(different(texts, self.board.names))
             self.board.check(signature)
 
     def all_gather(
@@ -250,7 +250,7 @@ class ProcessChannel:
         """See `Channel.abort`."""
         rank = self.board.rank
         self.board.was_heard = True  # the program knows what it says
-        self.board.fail(ChannelVerdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
+        self.board.fail(ChannelVerdict(fact=f"rank {self.board.names[rank]} stopped: {reason}", culprit=rank))
 
     def close(self) -> None:
         """See `Channel.close`. The connections belong to the first channel; those made by `over` hold nothing."""

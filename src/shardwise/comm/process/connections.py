@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.hosts import with_hosts
+from shardwise.comm.hosts import RankNames
 from shardwise.comm.process.frames import WIRE
 from shardwise.comm.process.handshake import (
     HELLO_SECONDS,
@@ -271,12 +271,13 @@ def _connect_through_tcp(
         # Only those that are bound: a caller need not guess.
         bound = [listener.getsockname()[:2] for listener in listeners]
         own = json.dumps([[address for address, _ in bound], bound[0][1]])
-        connector = _tcp_connector(meeting.rank, key, meeting.gather("address", own))
+        names = RankNames(host_names(records))
+        connector = _tcp_connector(meeting.rank, key, meeting.gather("address", own), names)
         try:
             links = _connect_pairs(meeting, key, ranks, listeners, connector)
         except OSError as error:
-            text = f"rank {meeting.rank} could not connect to ranks {sorted(ranks)} through TCP: {error}"
-            text = with_hosts(text, host_names(records))
+            to = ", ".join(names[rank] for rank in sorted(ranks))
+            text = f"rank {names[meeting.rank]} could not connect to ranks [{to}] through TCP: {error}"
             meeting.raise_if_failed("connections")  # of two that fail, one has failed because of the other
             meeting.fail(text)  # before the listeners close, which makes others fail
             raise PeerError(text, operation="start", purpose="connections") from error
@@ -401,7 +402,7 @@ def _unix_connector(own_rank: int, key: bytes) -> Connector:
 # TCP
 
 
-def _tcp_connector(own_rank: int, key: bytes, known: Sequence[str]) -> Connector:
+def _tcp_connector(own_rank: int, key: bytes, known: Sequence[str], names: RankNames) -> Connector:
     def connect_to(rank: int, deadline: float) -> socket.socket:
         # One after the other: a host may announce addresses that lead nowhere from here.
         addresses, port = announced(known[rank])
@@ -417,7 +418,7 @@ def _tcp_connector(own_rank: int, key: bytes, known: Sequence[str]) -> Connector
                     connection.close()
             else:
                 return connection
-        raise ConnectionError(f"rank {rank} cannot be reached at " + "; ".join(problems))
+        raise ConnectionError(f"rank {names[rank]} cannot be reached at " + "; ".join(problems))
 
     return connect_to
 

@@ -23,6 +23,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.comm.hosts import RankNames
+
 FORMAT = struct.Struct("<BBHIQQQQII")
 """kind, flags, segment, slot, lane, digest, offset, total, number, length."""
 
@@ -169,33 +171,33 @@ class ChannelVerdict:
         return cls(fact=fact, culprit=culprit, hangs=hangs)
 
 
-def gone(rank: int) -> ChannelVerdict:
+def gone(rank: int, names: RankNames) -> ChannelVerdict:
     """The verdict on a rank whose connection ended without a goodbye."""
-    return ChannelVerdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
+    return ChannelVerdict(fact=f"rank {names[rank]} is gone (its process died)", culprit=rank)
 
 
-def closed_by(rank: int) -> ChannelVerdict:
+def closed_by(rank: int, names: RankNames) -> ChannelVerdict:
     """The verdict on a rank that is waited for, and has said goodbye."""
-    return ChannelVerdict(fact=f"rank {rank} has closed its channel", culprit=rank)
+    return ChannelVerdict(fact=f"rank {names[rank]} has closed its channel", culprit=rank)
 
 
-def unreachable(rank: int, text: str) -> ChannelVerdict:
+def unreachable(rank: int, text: str, names: RankNames) -> ChannelVerdict:
     """The verdict on a rank to which gloo has no way, although its connection here is well."""
     fact = (
-        f"rank {rank} cannot be reached by gloo, which moves tensors between hosts ({text}); let ports of "
+        f"rank {names[rank]} cannot be reached by gloo, which moves tensors between hosts ({text}); let ports of "
         "net.ipv4.ip_local_port_range through the firewall between them"
     )
     return ChannelVerdict(fact=fact, culprit=rank)
 
 
-def garbled(rank: int, what: str) -> ChannelVerdict:
+def garbled(rank: int, what: str, names: RankNames) -> ChannelVerdict:
     """The verdict on a rank that sent what cannot be understood."""
-    fact = f"rank {rank} sent {what}; its connection is broken, or it runs another version of shardwise"
+    fact = f"rank {names[rank]} sent {what}; its connection is broken, or it runs another version of shardwise"
     return ChannelVerdict(fact=fact, culprit=rank)
 
 
-def different(texts: Mapping[int, str]) -> ChannelVerdict:
+def different(texts: Mapping[int, str], names: RankNames) -> ChannelVerdict:
     """The verdict on calls that meet and do not fit, by world rank."""
-    lines = [f"  - rank {rank}: {texts[rank]}" for rank in sorted(texts)]
+    lines = [f"  - rank {names[rank]}: {texts[rank]}" for rank in sorted(texts)]
     heading = "calls that meet differ; make the same calls in the same order on every rank:"
     return ChannelVerdict(fact="\n".join([heading, *lines]), culprit=None)

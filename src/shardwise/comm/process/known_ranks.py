@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from shardwise.comm.hosts import RankNames
 from shardwise.comm.process.frames import ChannelVerdict, Status
 from shardwise.comm.process.messages import Stamp
 
@@ -33,10 +34,10 @@ class KnownRank:
         self.last_call = call
         self.last_heard = time.monotonic()
 
-    def in_words(self) -> str:
+    def in_words(self, names: RankNames) -> str:
         """What was last seen of it."""
         if self.status is not None:
-            awaited = ", ".join(map(str, self.status.awaited))
+            awaited = ", ".join(names[rank] for rank in self.status.awaited)
             return f"it waits for rank {awaited} in {self.status.operation} for {self.status.purpose!r}"
         if self.last_call is None:
             return "it has made no call yet"
@@ -46,8 +47,9 @@ class KnownRank:
 class KnownRanks:
     """All other ranks."""
 
-    def __init__(self, own_rank: int, *, timeout_seconds: float) -> None:
+    def __init__(self, own_rank: int, names: RankNames, *, timeout_seconds: float) -> None:
         self._own_rank = own_rank
+        self._names = names
         self._since = time.monotonic()
         self._timeout_seconds = timeout_seconds
         self._ranks: dict[int, KnownRank] = {}
@@ -81,6 +83,7 @@ class KnownRanks:
         That rank 1 did not answer is true, but rank 3 is where to look for the cause.
         """
         self._recall_exchanges()
+        names = self._names
         culprit = awaited
         chain = []
         passed = {self._own_rank}  # where ranks wait in a circle the walk ends before it comes round
@@ -91,11 +94,12 @@ class KnownRanks:
                 break
             # Of several, one that does not wait itself: the walk ends there.
             following.sort(key=lambda rank: self[rank].status is not None)
-            chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
+            waits = f"rank {names[culprit]} waits for rank {names[following[0]]}"
+            chain.append(f"{waits} in {status.operation} for {status.purpose!r}")
             culprit = following[0]
         unreached = [f"no connection to it: {problems[culprit]}"] if culprit in problems else []
-        seen = "; ".join([self[culprit].in_words(), *unreached, *chain])
-        fact = f"rank {culprit} made no progress for {self._timeout_seconds:g} s ({seen})"
+        seen = "; ".join([self[culprit].in_words(names), *unreached, *chain])
+        fact = f"rank {names[culprit]} made no progress for {self._timeout_seconds:g} s ({seen})"
         return ChannelVerdict(fact=fact, culprit=culprit, hangs=True)
 
     def _recall_exchanges(self) -> None:

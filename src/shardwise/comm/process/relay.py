@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from shardwise.comm.call_log import parsed_calls
 from shardwise.comm.hang_report import Whereabouts
+from shardwise.comm.hosts import RankNames
 from shardwise.comm.process.connections import Connected
 from shardwise.comm.process.frames import ChannelVerdict, FrameKind, Header, Status, frame, garbled, gone
 from shardwise.comm.process.link import Payload, PeerLink, flush_until
@@ -97,6 +98,7 @@ class Relay:
         """Called when a link is there, on any thread, with the lock."""
         self._rank = rank
         self._size = len(connected.hosts)
+        self._names = RankNames(connected.hosts)
         self._timeout_seconds = timeout_seconds
         self.links: Mapping[int, PeerLink] = connected.links
         """By rank, where one is connected to this one."""
@@ -256,7 +258,9 @@ class Relay:
                 del self.by_descriptor[descriptor]
                 # A rank that closes drops what it reads (`PeerLink.linger`), and with it the other side's goodbye.
                 if link.rank not in self._ended and self._last_words is None:
-                    verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
+                    verdict = (
+                        garbled(link.rank, link.garbled, self._names) if link.garbled else gone(link.rank, self._names)
+                    )
                     self._spread(FrameKind.LOST, verdict.packed())
                     self._note(News(FrameKind.LOST, self._rank, verdict))
 

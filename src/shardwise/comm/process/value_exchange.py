@@ -132,6 +132,6 @@ class ValueExchange:
             self._refuse(rank, error, signature)
 
     def _refuse(self, rank: int, error: ValueError, signature: Signature) -> NoReturn:
-        self.board.fail(garbled(rank, f"values that are none ({error})"))
+        self.board.fail(garbled(rank, f"values that are none ({error})", self.board.names))
         self.board.check(signature)
         raise AssertionError("a board that has failed raises")

@@ -87,7 +87,7 @@ def _watch_over(board: Switchboard, timeout_seconds: float) -> None:
     def speak() -> None:
         if (left := reference()) is not None:
             # Python waits for threads of the program before it runs what `_speak_at_the_end` has left to the end.
-            left.leave(f"rank {left.rank} {_end_in_words()}")
+            left.leave(f"rank {left.names[left.rank]} {_end_in_words()}")
 
     board.quiet_thread = QuietThread(board.watch.activity, timeout_seconds=timeout_seconds, on_quiet=look, on_end=speak)
     weakref.finalize(board, board.quiet_thread.stop).atexit = False
@@ -112,7 +112,7 @@ def _speak_at_the_end(board: Switchboard) -> None:
 
     def speak() -> None:
         if (left := reference()) is not None:
-            left.leave(f"rank {left.rank} {_end_in_words(sys.exception())}")
+            left.leave(f"rank {left.names[left.rank]} {_end_in_words(sys.exception())}")
 
     # Not `atexit`, which processes of multiprocessing leave out. Where the process is killed nothing runs, and the
     # peers see the connection end.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm.agreement import agreed
-from shardwise.comm.hosts import hosts_of, with_hosts
+from shardwise.comm.hosts import names_of
 from shardwise.engine.forward.batch_digests import BatchDigests, describe_batch
 from shardwise.engine.forward.batches import (
     Batch,
@@ -172,11 +172,12 @@ class StepOpening:
         if ranks := ranks_with_same_rows(batches, self._channels.ranks.speakers.tolist()):
             self._compared_steps = 0
             if self._channels.world.rank == 0:
-                named = " and ".join(f"rank {rank}" for rank in ranks[:2])
+                names = names_of(self._channels.world)
+                named = " and ".join(f"rank {names[rank]}" for rank in ranks[:2])
                 more = f" (and {len(ranks) - 2} more)" if len(ranks) > 2 else ""
                 text = (
                     f"{named}{more} are different data ranks, and got the same rows: they train on one share of the "
                     "data twice. Choose the rows by the data rank, plan.mesh.data_rank(channel.rank), as sw.Data does: "
                     "for batch in data.on(engine)"
                 )
-                warnings.warn(with_hosts(text, hosts_of(self._channels.world)), SameRowsWarning, stacklevel=4)
+                warnings.warn(text, SameRowsWarning, stacklevel=4)
