@@ -1,5 +1,6 @@
 """Forwards that take turns, and forwards that end by an error: no rank waits for what does not come."""
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.engine.pipeline.forward_threads import ForwardThread
+from shardwise.engine.pipeline.forward_threads import ForwardThreads
 from tests.covering import covering
 from tests.engine.formed import several
 from tests.oracle.comparison import assert_trains_like_one_process
@@ -38,23 +39,27 @@ def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
 
     counter = FlopCounterMode(display=False)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
+    threads = ForwardThreads(CPU)
     with torch.device("meta"), counter, hooks:
-        ForwardThread(body, CPU).advance()
+        threads.begin(body).advance()
     assert counter.get_total_flops() == 2 * 2 * 2 * 2
     assert made[0].is_meta
     assert len(saved) == 1
     with torch.inference_mode():
-        ForwardThread(lambda: made.append(torch.ones(1)), CPU).advance()
+        threads.begin(lambda: made.append(torch.ones(1))).advance()
     assert made[-1].is_inference()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        ForwardThread(lambda: made.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU).advance()
+        threads.begin(lambda: made.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")))).advance()
     assert made[-1] == (False, torch.bfloat16)
+    threads.begin(lambda: made.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))).advance()
+    assert made[-1] == (True, False)
 
 
-def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
+def test_an_abandoned_forward_unwinds_and_its_thread_takes_the_next_one() -> None:
     """Also one that never began, and one that would park again."""
     ended: list[str] = []
     before = threading.active_count()
+    threads = ForwardThreads(CPU)
 
     def body() -> None:
         try:
@@ -65,12 +70,23 @@ def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
             finally:
                 ended.append("outer")
 
-    turn, never_begun = ForwardThread(body, CPU), ForwardThread(body, CPU)
+    turn, never_begun = threads.begin(body), threads.begin(body)
     turn.advance()
     turn.abandon()
     never_begun.abandon()
     assert ended == ["outer"]
+    for _ in range(2):
+        threads.begin(lambda: ended.append("next")).advance()
+    assert ended == ["outer", "next", "next"]
+    assert threading.active_count() == before + 2
+    threads.close()
     assert threading.active_count() == before
+    threads.begin(lambda: None).advance()
+    (idle,) = [each for each in threading.enumerate() if each.name == "forward"]
+    del threads
+    gc.collect()
+    idle.join(timeout=60)
+    assert not idle.is_alive()
 
 
 def test_a_stage_whose_result_is_dropped_answers_the_stage_before() -> None:

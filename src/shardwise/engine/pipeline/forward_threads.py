@@ -11,7 +11,10 @@ caller's thread (modes, autocast, hooks of saved tensors) holds in the threads o
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 
@@ -31,29 +34,71 @@ class Abandoned(BaseException):
     """Unwinds a parked forward that will not be continued."""
 
 
+class ForwardThreads:
+    """The threads of one rank: one whose forward has ended takes the next forward."""
+
+    # A fresh one has nothing yet of what allocators and kernels keep for each thread: that costs more than its start.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _dismiss, self._idle).atexit = False
+
+    def begin(self, body: Callable[[], None]) -> "ForwardThread":
+        """A forward that waits for its first turn."""
+        return ForwardThread(body, self._device, self._idle)
+
+    def close(self) -> None:
+        """End the threads."""
+        for worker in _dismiss(self._idle):
+            worker.thread.join()
+
+
+class _Worker:
+    """A thread that runs what it is given."""
+
+    def __init__(self) -> None:
+        self.bodies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_work, args=(self.bodies,), name="forward", daemon=True)
+        self.thread.start()
+
+
+def _work(bodies: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (body := bodies.get()) is not None:
+        body()
+        del body  # it holds a forward
+
+
+def _dismiss(workers: list[_Worker]) -> list[_Worker]:
+    dismissed = workers.copy()
+    workers.clear()
+    for each in dismissed:
+        each.bodies.put(None)
+    return dismissed
+
+
 class ForwardThread:
     """One forward."""
 
-    def __init__(self, body: Callable[[], None], device: torch.device) -> None:
+    def __init__(self, body: Callable[[], None], device: torch.device, idle: list[_Worker]) -> None:
+        """idle: threads that have nothing to do; that of this forward is among them when it has ended."""
         self._body = body
         self._error: BaseException | None = None
-        # Each is let go by the other thread: so exactly one runs at a time, and nothing that a rank keeps needs a lock.
-        self._go, self._stop = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._stop.acquire()
+        # Two, so that exactly one thread runs at a time: nothing that a rank keeps needs a lock.
+        self._go, self._stop = SimpleQueue[None](), SimpleQueue[None]()
         self._has_ended = False
+        self._end = threading.Lock()
+        self._end.acquire()
         self._is_abandoned = False
         self._around = _ThreadState(device)
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="forward", daemon=True)
-        self._thread.start()
+        self._idle, self._worker = idle, idle.pop() if idle else _Worker()
+        self._worker.bodies.put(partial(contextvars.copy_context().run, self._run))
 
     def advance(self) -> None:
         """Let the forward run until it parks or ends; raises its error again."""
         if self._has_ended:
             return
-        self._go.release()
-        self._stop.acquire()
+        self._go.put(None)
+        self._stop.get()
         if self._error is not None:
             raise self._error
 
@@ -62,8 +107,8 @@ class ForwardThread:
         # Nobody advances one that was abandoned, and is still in a `finally` of the user's.
         if self._is_abandoned:
             raise Abandoned
-        self._stop.release()
-        self._go.acquire()
+        self._stop.put(None)
+        self._go.get()
         if self._is_abandoned:
             raise Abandoned
 
@@ -71,11 +116,12 @@ class ForwardThread:
         """End a forward that is parked, or has ended."""
         if not self._has_ended:
             self._is_abandoned = True
-            self._go.release()
-        self._thread.join()
+            self._go.put(None)
+        with self._end:
+            pass
 
     def _run(self) -> None:
-        self._go.acquire()
+        self._go.get()
         try:
             if not self._is_abandoned:
                 with self._around.taken_over():
@@ -86,7 +132,9 @@ class ForwardThread:
             self._error = error
         finally:
             self._has_ended = True
-            self._stop.release()
+            self._idle.append(self._worker)
+            self._end.release()
+            self._stop.put(None)
 
 
 class _ThreadState:

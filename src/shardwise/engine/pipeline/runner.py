@@ -39,7 +39,7 @@ from shardwise.engine.forward.passes import UnevenMicrobatches
 from shardwise.engine.forward.randomness import KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.forward_threads import Abandoned, ForwardThread
+from shardwise.engine.pipeline.forward_threads import Abandoned, ForwardThread, ForwardThreads
 from shardwise.engine.pipeline.glue import Glue, LossOf
 from shardwise.engine.pipeline.infer import Inference
 from shardwise.engine.pipeline.mailbox import SAME_FORWARD, Mailbox
@@ -85,6 +85,8 @@ class PipelineRunner:
         """Most microbatches whose activations this rank held at a time."""
         self.num_reads = 0
         """Values that programs read between modules so far; the stage of each gave it to all ranks."""
+        self.threads = ForwardThreads(channel.device)
+        """Of forwards that wait between the stages of this rank."""
         self._glue = Glue(self.stages, self.inference, random)
         self.recorder = SpanRecorder(channel.rank, channel.device)
         """Records this rank's forwards, backwards and waits."""
@@ -440,7 +442,7 @@ class TrainingStep:
         self.runner.peak_in_flight = max(self.runner.peak_in_flight, in_flight)
         self.flows[number] = flow = self.runner._begin_flow("step", number, self.streams[number])
         if self.runner.stages.num_chunks > 1:
-            self._turns[number] = turn = ForwardThread(partial(self._run_apart, number), flow.device)
+            self._turns[number] = turn = self.runner.threads.begin(partial(self._run_apart, number))
             flow.park = turn.park
 
     def _run_apart(self, number: int) -> None:

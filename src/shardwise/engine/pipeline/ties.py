@@ -178,7 +178,7 @@ class StageTies:
         for user in sorted({bundle.user for bundle in self._owned if self._trains(bundle)}):
             for name, gradient in self._take(user, own):
                 others.setdefault(name, {})[user] = gradient
-        touched = own.touched
+        touched = own.touched if others else ()
         for name, parts in others.items():
             if name in touched:
                 parts[self._channel.rank] = own.view(name)

@@ -658,7 +658,7 @@ def _small(bucket: Bucket, most: int) -> list[str]:
     """Parameters of a bucket whose gradients may wait for all of it, in their own memory: `most` elements."""
     found, num_elements = [], 0
     for slot in bucket.slots:
-        if slot.num_elements <= MOST_ELEMENTS >> 2 and num_elements + slot.num_elements <= most:
+        if slot.num_elements <= most >> 2 and num_elements + slot.num_elements <= most:
             found.append(slot.name)
             num_elements += slot.num_elements
     return found
