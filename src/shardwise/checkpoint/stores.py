@@ -147,7 +147,7 @@ class Store(Protocol):
 
 
 Address: TypeAlias = str | os.PathLike[str] | Store
-"""A folder, an address of fsspec ("s3://bucket/run"), or a store."""
+"""A folder, an address ("s3://bucket/run"; to read also "hf://owner/name"), or a store."""
 
 
 def store_of(where: Address) -> Store:
