@@ -302,6 +302,10 @@ def test_an_address_says_what_it_needs_when_that_is_missing(monkeypatch: pytest.
 
     monkeypatch.setattr(builtins, "__import__", without_s3fs)
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "https://s3.example"})
+    with pytest.raises(CheckpointError, match=r"s3://bucket/x cannot be reached: Install s3fs"):
+        store_of("s3://bucket/x")
+    monkeypatch.delitem(fsspec.config.conf, "s3")
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(CheckpointError, match=r"s3://bucket/x cannot be reached: Install s3fs.* shardwise\[object\]"):
         store_of("s3://bucket/x")

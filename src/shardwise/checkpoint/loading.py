@@ -143,8 +143,9 @@ def load(
     """Fill `state`, in place, from the checkpoint at `path`, whatever layout wrote it. Returns its `extra`.
 
     path: a folder of saves (the newest is taken, or the newest of `step`), or the folder of one save. It may be an
-        address of fsspec, a Store, a folder of safetensors files, a torch.distributed.checkpoint directory, or what
-        `torch.save` wrote: one file, or a folder of `pytorch_model.bin`.
+        address ("s3://bucket/run", "hf://owner/name"), a Store, a folder of safetensors files, a
+        torch.distributed.checkpoint directory, or what `torch.save` wrote: one file, or a folder of
+        `pytorch_model.bin`.
     state: tensors by name (plain or DTensor), tensors by `Piece`, or an engine or `TorchState`, which also take over
         the settings of their optimizers.
     strict: refuse missing names on either side, and settings that do not fit. With False they are in the report. Shapes

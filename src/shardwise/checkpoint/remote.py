@@ -320,6 +320,15 @@ class RemoteWriter:
             self._file.closed = True  # else the collector closes it, which would put the parts in place
 
 
+def is_configured(scheme: str) -> bool:
+    """Whether the configuration of fsspec says how the addresses of a scheme are reached."""
+    try:
+        from fsspec.config import conf
+    except ImportError:
+        return False
+    return bool(conf.get(scheme))
+
+
 def without_password(address: str) -> str:
     """An address as messages may show it."""
     return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", address)

@@ -160,7 +160,7 @@ def save(
 ) -> SaveReport:
     """Save `state` as a new save in the folder `path`, which may hold others: they stay as they are.
 
-    path: a folder, an address of fsspec ("s3://bucket/run"), or a Store, that all ranks see.
+    path: a folder, an address ("s3://bucket/run"), or a Store, that all ranks see.
     state: tensors by name (plain or DTensor; plain ones are alike on all ranks), or tensors by `Piece`. Or an object
         with `state()`, such as an engine or `TorchState(model, optimizer)`.
     extra: JSON values to go with it, such as `scheduler.state_dict()`; every rank gives the same. Keys of dicts may

@@ -24,7 +24,7 @@ from shardwise.checkpoint.hub import SCHEME as HUB
 from shardwise.checkpoint.hub import HubStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.objects import SCHEMES, ObjectStore, has_obstore
-from shardwise.checkpoint.remote import FsspecStore
+from shardwise.checkpoint.remote import FsspecStore, is_configured
 from shardwise.errors import CheckpointError
 
 _MAX_METADATA_BYTES = 1 << 32
@@ -147,7 +147,7 @@ class Store(Protocol):
 
 
 Address: TypeAlias = str | os.PathLike[str] | Store
-"""A folder, an address of fsspec ("s3://bucket/run"), or a store."""
+"""A folder, an address ("s3://bucket/run"; to read also "hf://owner/name"), or a store."""
 
 
 def store_of(where: Address) -> Store:
@@ -156,8 +156,9 @@ def store_of(where: Address) -> Store:
         scheme = where.partition("://")[0]
         if scheme == HUB:
             return HubStore(where)
-        # First the client that is made for it; else what fsspec and its packages reach.
-        return ObjectStore(where) if scheme in SCHEMES and has_obstore() else FsspecStore(where)
+        # First the client that is made for it; else what fsspec and its packages reach, or were told how to reach.
+        by_obstore = scheme in SCHEMES and has_obstore() and not is_configured(scheme)
+        return ObjectStore(where) if by_obstore else FsspecStore(where)
     if not isinstance(where, str | os.PathLike):
         # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
         if not hasattr(where, "names"):

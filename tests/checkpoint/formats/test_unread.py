@@ -112,7 +112,8 @@ def test_what_is_not_read_is_named(case: str) -> None:
 def test_a_name_of_the_hub_is_told_from_a_place_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"If meta-llama/Llama-3\.2-1B is on the Hugging Face hub, run `hf download"
+        CheckpointError,
+        match=r"If meta-llama/Llama-3\.2-1B is on the Hugging Face hub, name hf://meta-llama.* `hf download",
     ):
         checkpoint.open("meta-llama/Llama-3.2-1B")
     (tmp_path / "here").mkdir()

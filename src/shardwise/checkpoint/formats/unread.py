@@ -122,8 +122,8 @@ def _nothing_in_words(store: Store) -> str:
     # A name such as org/model is most often meant for the hub, but not where the folder org is there.
     if _HUB_NAME.fullmatch(relative) and not os.path.lexists(relative.split("/")[0]):
         return (
-            f"it does not exist. If {relative} is on the Hugging Face hub, run `hf download {relative} --local-dir "
-            "FOLDER` first, and name that folder"
+            f"it does not exist. If {relative} is on the Hugging Face hub, name hf://{relative}, or run `hf download "
+            f"{relative} --local-dir FOLDER` first and name that folder"
         )
     return "it does not exist"
 
