@@ -107,26 +107,6 @@ class _Options:
     """Whether optimizers go on with the state that they have."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadTarget:
-    """What this rank wants filled."""
-
-    held: Held
-    restoration: Restoration | None
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        return {**self.held.aliases, **(self.restoration.aliases if self.restoration else {})}
-
-    @property
-    def accounted(self) -> list[str]:
-        return sorted(self.restoration.accounted) if self.restoration else []
-
-    @property
-    def findings(self) -> list[str]:
-        return list(self.restoration.findings) if self.restoration else []
-
-
 def load(
     path: Address,
     state: State,
@@ -267,8 +247,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
     view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
-    target, wanted, found = _settle(channel, state, contents, view, options)
-    located = _locate(channel, view, target, wanted, found)
+    held, restoration, wanted, found = _settle(channel, state, contents, view, options)
+    located = _locate(channel, view, held, wanted, found)
     # Scales before the elements that are multiplied by them.
     rounds = [located] if located.scales is None else [located.scales, located]
     verify = bool(options.verify) and contents.verifiable
@@ -327,16 +307,16 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         casts=tuple(found.casts),
         dropped=() if view is None else view.dropped,
         added=() if view is None else view.added,
-        notes=(*found.notes, *(target.restoration.notes if target.restoration else ())),
+        notes=(*found.notes, *(restoration.notes if restoration else ())),
     )
-    return target.restoration, report
+    return restoration, report
 
 
 def _locate(
-    channel: Channel, view: RewriteView | None, target: _LoadTarget, wanted: Sequence[Sequence[Piece]], found: Match
+    channel: Channel, view: RewriteView | None, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> Located:
     """The places of all pieces that ranks want."""
-    own, tensors = wanted[channel.rank], target.held.tensors
+    own, tensors = wanted[channel.rank], held.tensors
     if view is not None:
         return locate(channel, view, own, found.source, tensors)
     sources = [[_as_stored(piece, found) for piece in each] for each in wanted]
@@ -362,8 +342,11 @@ _facts_in = json_as(tuple[dict[str, str], list[str]])
 
 def _settle(
     channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
-) -> tuple[_LoadTarget, list[list[Piece]], Match]:
-    """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
+) -> tuple[Held, Restoration | None, list[list[Piece]], Match]:
+    """What this rank fills, what makes it its own, and what every rank wants, without what is missing, and from where.
+
+    Raises the same error on all ranks.
+    """
     contents, notes = (contents if view is None else view.contents), contents.notes
     ordered = OrderedState(contents=contents, notes=notes)
     if isinstance(state, Numbering) and not options.weights_alone and is_unsettled(contents):
@@ -371,12 +354,16 @@ def _settle(
             ordered = as_numbered(contents, state.numbering(), notes)
     contents = ordered.contents
     with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
-        target = _target(state, contents)
-        check_targets(target.held)
+        held, restoration = _target(state, contents)
+        check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
-        own = [piece for piece in target.held.tensors if piece.num_elements or piece.whole]
-        facts = json.dumps([target.aliases, target.accounted]).encode()
-        gathered.own = [pack_pieces(own), facts, json.dumps(target.findings).encode()]
+        own = [piece for piece in held.tensors if piece.num_elements or piece.whole]
+        accounted_here, misfits = (restoration.accounted, restoration.findings) if restoration else ((), ())
+        gathered.own = [
+            pack_pieces(own),
+            json.dumps([held.aliases, sorted(accounted_here)]).encode(),
+            json.dumps(list(misfits)).encode(),
+        ]
     texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     wanted = [pieces_of[text] for text in texts]
@@ -420,20 +407,22 @@ def _settle(
     if kept and isinstance(state, Restorable):
         # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
         # come from; to prepare it once more changes nothing.
-        target = _target(state, replace(contents, settings={**contents.settings, KEPT: kept}))
+        held, restoration = _target(state, replace(contents, settings={**contents.settings, KEPT: kept}))
     # From here on under the names under which they are stored.
     found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
     found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
     present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
-    return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
+    return held, restoration, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
 
 
-def _target(state: State, contents: Contents) -> _LoadTarget:
+def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]:
+    """What this rank fills, and what makes it its own."""
     if not isinstance(state, Restorable):
-        return _LoadTarget(hold(state, what="the target"), None)
+        return hold(state, what="the target"), None
     stored = {name: tensor.whole for name, tensor in contents.tensors.items()}
     restoration = state.restore(stored, contents.settings)
-    return _LoadTarget(hold(restoration.wanted, what="the target"), restoration)
+    held = hold(restoration.wanted, what="the target")
+    return replace(held, aliases={**held.aliases, **restoration.aliases}), restoration
 
 
 def _in_files(located: Located, contents: Contents) -> Sequence[Sequence[Piece]]:
