@@ -41,7 +41,7 @@ from shardwise.comm.process.frames import (
     different,
     frame,
     garbled,
-    gone,
+    lost,
     unreachable,
 )
 from shardwise.comm.process.gloo_pairs import GlooPairs
@@ -57,18 +57,16 @@ from shardwise.comm.process.messages import (
     bytes_of_chunk,
     chunk_of,
     fits_in_frame,
+    window,
 )
 from shardwise.comm.process.peer_links import PeerLinks
 from shardwise.comm.process.relay import Relay, parsed_news
-from shardwise.comm.process.shared_memory import BASE_SLOTS, SlotPool
+from shardwise.comm.process.shared_memory import SlotPool
 from shardwise.comm.tally import RankTally
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32
 """Messages of a lane are counted modulo this: a frame has 32 bits for the number, and never so many are under way."""
-
-_MIN_WINDOW = 2
-"""Chunks of one message under way at least: one to be read while the next is copied."""
 
 _INTERRUPT_SECONDS = 0.5
 """How soon a Ctrl-C is noticed that comes just before the poll blocks: Python handles it when the poll returns."""
@@ -193,7 +191,7 @@ class Switchboard:
                 lane=lane,
                 stamp=stamp,
                 pool=self.pool,
-                window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
+                window=window(window_share, by_gloo=by_gloo),
                 buffered=buffered,
                 constant=constant,
                 passed_on=passed_on,
@@ -615,11 +613,9 @@ class Switchboard:
             known = self.known[link.rank]
             has_said = link.said_bye or link.has_failed or known.said_bye or known.has_ended
             if not has_said and self.verdict is None:
-                self.verdict = (
-                    garbled(link.rank, link.garbled, self.names) if link.garbled else gone(link.rank, self.names)
-                )
-        if self.verdict is None and self.pairs is not None and (lost := self.pairs.lost(self.links.said_bye)):
-            self.verdict = unreachable(*lost, self.names)
+                self.verdict = lost(link.rank, link.garbled, self.names)
+        if self.verdict is None and self.pairs is not None and (broken := self.pairs.lost(self.links.said_bye)):
+            self.verdict = unreachable(*broken, self.names)
 
     def _is_hopeless(self, transfer: TransferInFlight) -> bool:
         """Whether the transfer waits for a rank that will not go on."""

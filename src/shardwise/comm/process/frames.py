@@ -171,8 +171,10 @@ class ChannelVerdict:
         return cls(fact=fact, culprit=culprit, hangs=hangs)
 
 
-def gone(rank: int, names: RankNames) -> ChannelVerdict:
-    """The verdict on a rank whose connection ended without a goodbye."""
+def lost(rank: int, garbled_words: str, names: RankNames) -> ChannelVerdict:
+    """The verdict on a rank whose connection ended without a goodbye, or because of what it sent."""
+    if garbled_words:
+        return garbled(rank, garbled_words, names)
     return ChannelVerdict(fact=f"rank {names[rank]} is gone (its process died)", culprit=rank)
 
 

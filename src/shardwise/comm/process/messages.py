@@ -43,7 +43,7 @@ from shardwise.comm.process.frames import (
 )
 from shardwise.comm.process.gloo_pairs import GlooPair, GlooPairs
 from shardwise.comm.process.link import Payload, PeerLink
-from shardwise.comm.process.shared_memory import SLOT_BYTES, SlotPool
+from shardwise.comm.process.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
 
 INLINE_BYTES = 16 << 10
 """Messages up to this size travel in the frame: two copies by the kernel cost less than a slot and its return."""
@@ -53,6 +53,14 @@ INLINE_BYTES_BETWEEN_HOSTS = 512 << 10
 
 _MOST_AHEAD = 4
 """Chunks of one message that gloo is asked for ahead, where they need memory until they are used."""
+
+_MIN_WINDOW = 2
+"""Chunks of one message under way at least: one to be read while the next is copied."""
+
+_GLOO_WINDOW = BASE_SLOTS * SLOT_BYTES // GLOO_CHUNK_BYTES
+"""Chunks of gloo under way for all messages of a call: as many bytes as there are in slots. Where all chunks of all are
+under way at once, some connections of a link get ahead, and a sum waits for the last ones.
+"""
 
 _GROWTH_SLOTS = 4
 """Slots of the segment that a message without a free slot adds: it needs one, and will soon need the next."""
@@ -66,6 +74,11 @@ def fits_in_frame(num_bytes: int, *, local: bool) -> bool:
 def bytes_of_chunk(num_bytes_left: int, *, local: bool) -> int:
     """Of the next chunk of a message, to a rank of this host (`local`) or of another one."""
     return min(SLOT_BYTES if local else GLOO_CHUNK_BYTES, num_bytes_left)
+
+
+def window(num_messages: int, *, by_gloo: bool) -> int:
+    """How many chunks of one of so many messages may be under way."""
+    return max(_MIN_WINDOW, (_GLOO_WINDOW if by_gloo else BASE_SLOTS) // num_messages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

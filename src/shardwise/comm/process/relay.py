@@ -34,7 +34,7 @@ from shardwise.comm.call_log import parsed_calls
 from shardwise.comm.hang_report import Whereabouts
 from shardwise.comm.hosts import RankNames
 from shardwise.comm.process.connections import Connected
-from shardwise.comm.process.frames import ChannelVerdict, FrameKind, Header, Status, frame, garbled, gone
+from shardwise.comm.process.frames import ChannelVerdict, FrameKind, Header, Status, frame, lost
 from shardwise.comm.process.link import Payload, PeerLink, flush_until
 from shardwise.comm.process.reception import Reception
 from shardwise.errors import ShardwiseError, in_words
@@ -258,9 +258,7 @@ class Relay:
                 del self.by_descriptor[descriptor]
                 # A rank that closes drops what it reads (`PeerLink.linger`), and with it the other side's goodbye.
                 if link.rank not in self._ended and self._last_words is None:
-                    verdict = (
-                        garbled(link.rank, link.garbled, self._names) if link.garbled else gone(link.rank, self._names)
-                    )
+                    verdict = lost(link.rank, link.garbled, self._names)
                     self._spread(FrameKind.LOST, verdict.packed())
                     self._note(News(FrameKind.LOST, self._rank, verdict))
 
