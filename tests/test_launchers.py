@@ -95,7 +95,7 @@ def test_threads_spin_for_a_short_time_and_are_no_more_than_the_quota(
     quota: str, alone: str | None, four: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("shardwise.launchers._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("shardwise.launchers.environment._QUOTA", tmp_path / "cpu.max")
     if quota != "no file":
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
