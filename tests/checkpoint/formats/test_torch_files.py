@@ -191,3 +191,13 @@ def test_whole_numbers_that_no_text_holds_are_named_and_left_out(tmp_path: Path)
     catalogue = checkpoint.open(tmp_path / "save")
     assert (catalogue.step, "seed" in catalogue.extra["objects"]) == (3, False)
     check_tensors(tmp_path / "save", model.state_dict())
+
+
+def test_a_name_that_no_save_can_have_is_refused_before_one_is_made_and_can_be_rewritten(tmp_path: Path) -> None:
+    torch.save({"w\ud800": torch.ones(2)}, tmp_path / "model.pt")
+    for to in ("whole", "pieces", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=r"ud800' .*(rename it|by a rewrite)"):
+            checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", to=to)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+    checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", rewrite=sw.Rewrite('"w\ud800" -> w'))
+    check_tensors(tmp_path / "out", {"w": torch.ones(2)})
