@@ -76,6 +76,23 @@ def test_a_store_fulfils_the_contract(kind: str, case: Case, tmp_path: Path, mon
     assert not [name for name in LocalStore(tmp_path).names() if "." in name and name.endswith(("lock", "new"))]
 
 
+@pytest.mark.parametrize("kind", STORES)
+def test_refusals_say_what_was_asked_and_what_holds(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)[0]
+    store.create("short", content(10))
+    reader = store.open("short")
+    for start, wanted, had in ((0, 11, 10), (7, 5, 3), (10, 1, 0), (99, 4, 0)):
+        with pytest.raises(EOFError, match=f"short: wanted {wanted} bytes from byte {start} on.* only {had} of them"):
+            reader.read_into(memoryview(bytearray(wanted)), start)
+    for act in (store.open, store.delete, lambda name: store.create(name, b"x")):
+        with pytest.raises(ValueError, match="is no name in a store"):
+            act("a/../x")
+    for data, said in ((b"1234", "only 4 came"), (b"123456", "0 are written, and 6 more were given")):
+        with pytest.raises(ValueError, match=f"announced with 5 bytes; {said}"), store.write("x", num_bytes=5) as file:
+            file.write(memoryview(data))
+        store.delete("x")
+
+
 @pytest.fixture(scope="module")
 def keepers() -> Iterator[tuple[KeeperStore, KeeperStore]]:
     """Stores of two hosts, each with its keeper, which reach each other by TCP."""
