@@ -249,6 +249,22 @@ def test_whether_a_service_decides_is_asked_once_and_leaves_nothing(
     assert not [name for name in store.names() if "report" in name]
 
 
+def test_a_service_that_loses_answers_or_lets_nobody_delete_decides_as_well() -> None:
+    service = ObjectFileSystem({})
+    store = FsspecStore("objects://bucket/run", file_system=service)
+    service.loses_answers = True
+    store.check_creation("probe")
+    assert service.objects == {}
+    service = ObjectFileSystem({})
+    service.breaks = {"rm_file"}
+    store = FsspecStore("objects://bucket/run", file_system=service)
+    for seed in range(2):
+        sw.save(store, {"w": torch.full((2,), float(seed))})
+    target = {"w": torch.zeros(2)}
+    sw.load(store, target)
+    assert target["w"].tolist() == [1, 1]
+
+
 def test_private_names_of_fsspec_stand_in_one_file_and_do_what_they_are_used_for() -> None:
     private = re.compile(r"_strip_protocol|MemoryFile\b|\.async_impl|fsspec\.implementations")
     found = {path.name for path in SOURCE.rglob("*.py") if private.search(path.read_text(encoding="utf-8"))}
