@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import shardwise
 import shardwise as sw
-from shardwise.checkpoint import AsyncSaver
+from shardwise.checkpoint import AsyncSaver, conversion, whole_folders
 from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.objects import ObjectStore
@@ -263,6 +263,34 @@ def test_a_service_that_loses_answers_or_lets_nobody_delete_decides_as_well() ->
     target = {"w": torch.zeros(2)}
     sw.load(store, target)
     assert target["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+@pytest.mark.parametrize("kind", ["fsspec on objects", "obstore in memory"])
+def test_of_two_conversions_to_one_place_one_makes_it(kind: str, to: Any, tmp_path: Path) -> None:
+    """Each rank of a job may call it. Both see an empty folder."""
+    stores = STORES[kind](tmp_path)
+    for number in range(2):
+        sw.save(tmp_path / f"{number}", {"w": torch.full((2,), float(number))})
+
+    def meanwhile(done: int, total: int) -> None:
+        with pytest.raises(CheckpointError, match=r"run.* holds no checkpoint that is read: a conversion writes it"):
+            sw.checkpoint.open(stores[1])
+        with pytest.raises(
+            CheckpointError, match=r"run.* is a folder that (another conversion writes|holds something)"
+        ):
+            sw.checkpoint.convert(tmp_path / "1", stores[1], to=to)
+
+    late = whole_folders.check_folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "check_folder", lambda folder: folder if folder is stores[1] else late(folder))
+        sw.checkpoint.convert(tmp_path / "0", stores[0], to=to, progress=meanwhile)
+        with pytest.raises(CheckpointError, match=r"run.* is a folder that holds something"):
+            sw.checkpoint.convert(tmp_path / "1", stores[1], to=to)
+    found = sw.checkpoint.open(stores[1])
+    (name,) = found.tensors
+    assert found.read(name).tolist() == [0, 0]
+    assert whole_folders.CLAIM not in stores[0].names()
 
 
 def test_private_names_of_fsspec_stand_in_one_file_and_do_what_they_are_used_for() -> None:
