@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import shardwise
 import shardwise as sw
-from shardwise.checkpoint import AsyncSaver
+from shardwise.checkpoint import AsyncSaver, conversion, whole_folders
 from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.objects import ObjectStore
@@ -74,6 +74,23 @@ def test_a_store_fulfils_the_contract(kind: str, case: Case, tmp_path: Path, mon
         monkeypatch.setattr(os, "link", refuse)
     case(*STORES[kind](tmp_path))
     assert not [name for name in LocalStore(tmp_path).names() if "." in name and name.endswith(("lock", "new"))]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_refusals_say_what_was_asked_and_what_holds(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)[0]
+    store.create("short", content(10))
+    reader = store.open("short")
+    for start, wanted, had in ((0, 11, 10), (7, 5, 3), (10, 1, 0), (99, 4, 0)):
+        with pytest.raises(EOFError, match=f"short: wanted {wanted} bytes from byte {start} on.* only {had} of them"):
+            reader.read_into(memoryview(bytearray(wanted)), start)
+    for act in (store.open, store.delete, lambda name: store.create(name, b"x")):
+        with pytest.raises(ValueError, match="is no name in a store"):
+            act("a/../x")
+    for data, said in ((b"1234", "only 4 came"), (b"123456", "0 are written, and 6 more were given")):
+        with pytest.raises(ValueError, match=f"announced with 5 bytes; {said}"), store.write("x", num_bytes=5) as file:
+            file.write(memoryview(data))
+        store.delete("x")
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +247,50 @@ def test_whether_a_service_decides_is_asked_once_and_leaves_nothing(
     assert puts == [b"first", b"second", *manifests]
     assert len(manifests) == 3
     assert not [name for name in store.names() if "report" in name]
+
+
+def test_a_service_that_loses_answers_or_lets_nobody_delete_decides_as_well() -> None:
+    service = ObjectFileSystem({})
+    store = FsspecStore("objects://bucket/run", file_system=service)
+    service.loses_answers = True
+    store.check_creation("probe")
+    assert service.objects == {}
+    service = ObjectFileSystem({})
+    service.breaks = {"rm_file"}
+    store = FsspecStore("objects://bucket/run", file_system=service)
+    for seed in range(2):
+        sw.save(store, {"w": torch.full((2,), float(seed))})
+    target = {"w": torch.zeros(2)}
+    sw.load(store, target)
+    assert target["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+@pytest.mark.parametrize("kind", ["fsspec on objects", "obstore in memory"])
+def test_of_two_conversions_to_one_place_one_makes_it(kind: str, to: Any, tmp_path: Path) -> None:
+    """Each rank of a job may call it. Both see an empty folder."""
+    stores = STORES[kind](tmp_path)
+    for number in range(2):
+        sw.save(tmp_path / f"{number}", {"w": torch.full((2,), float(number))})
+
+    def meanwhile(done: int, total: int) -> None:
+        with pytest.raises(CheckpointError, match=r"run.* holds no checkpoint that is read: a conversion writes it"):
+            sw.checkpoint.open(stores[1])
+        with pytest.raises(
+            CheckpointError, match=r"run.* is a folder that (another conversion writes|holds something)"
+        ):
+            sw.checkpoint.convert(tmp_path / "1", stores[1], to=to)
+
+    late = whole_folders.check_folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "check_folder", lambda folder: folder if folder is stores[1] else late(folder))
+        sw.checkpoint.convert(tmp_path / "0", stores[0], to=to, progress=meanwhile)
+        with pytest.raises(CheckpointError, match=r"run.* is a folder that holds something"):
+            sw.checkpoint.convert(tmp_path / "1", stores[1], to=to)
+    found = sw.checkpoint.open(stores[1])
+    (name,) = found.tensors
+    assert found.read(name).tolist() == [0, 0]
+    assert whole_folders.CLAIM not in stores[0].names()
 
 
 def test_private_names_of_fsspec_stand_in_one_file_and_do_what_they_are_used_for() -> None:

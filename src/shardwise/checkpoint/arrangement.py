@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
+from shardwise.checkpoint.contents import unwritable
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -36,6 +37,11 @@ class Arrangement:
     """For each rank the pieces that it writes."""
     holders: Mapping[str, Holders] = field(default_factory=dict)
     """Who holds what of each tensor. A conversion has none: nothing is held."""
+
+    def __post_init__(self) -> None:
+        # Names come out of files of other programs too, and out of rewrites.
+        if problems := list(filter(None, (unwritable(each.name) for each in self.tensors))):
+            raise CheckpointError(*problems)
 
     @property
     def num_ranks(self) -> int:

@@ -190,6 +190,13 @@ def model_name_of_master(name: str) -> str | None:
     return split[0] if split is not None and split[1] == MASTER else None
 
 
+def unwritable(name: str) -> str:
+    """Why no save can have a tensor of this name, in words; "" where one can."""
+    if name.isascii() or name.encode(errors="replace").decode() == name:
+        return ""
+    return f"{name!r} holds half of a surrogate pair, which no file can hold; rename it"
+
+
 def printable(name: str) -> str:
     """The name as one line of a table can hold it: what no terminal shows is escaped.
 

@@ -37,7 +37,7 @@ class HubStore(FsspecStore):
             commit = api.repo_info(named.repo_id, revision=named.revision, repo_type=named.repo_type).sha
         # Missing, private, gated, no network: the hub has a class for each.
         except Exception as error:
-            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
             raise CheckpointError(
                 f"{address} cannot be read: {why}. An address is hf://owner/name[@revision]; for a private or gated "
                 "repository log in (hf auth login), or set HF_TOKEN"

@@ -162,7 +162,7 @@ class FsspecStore:
         if self._local is None and not self._in_memory and not self._decides:
             path = self._path(name)
             with translated(path):
-                check_creation_of(path, lambda data: self._put(path, data), lambda: self._file_system.rm_file(path))
+                check_creation_of(path, lambda data: self._put(path, data), lambda: self.delete(name))
             self._decides = True
 
     def _put(self, path: str, data: bytes) -> None:
@@ -364,13 +364,14 @@ def fill_by_requests(path: str, size: int, buffer: memoryview, start: int, get: 
 
 def check_creation_of(place: str, put: Callable[[bytes], object], remove: Callable[[], object]) -> None:
     """Raise OSError unless a service refuses the second of two puts that must be the first, and remove what was put."""
-    put(b"first")
     try:
+        put(b"first")  # refused where its answer was lost, and the client has repeated it: that decides as well
         put(b"second")
     except FileExistsError:
         return
     finally:
-        remove()
+        with contextlib.suppress(OSError):  # who may not delete may save: as with what else a save cannot remove
+            remove()
     text = (
         "it was created twice, so that two programs which save here at a time would overwrite each other. Use a "
         "service with conditional writes (If-None-Match), update the package that reaches it, or save to a file system"

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.contents import unwritable
 from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.states import State, Stateful
 from shardwise.comm import Channel
@@ -200,8 +201,8 @@ def _problem(key: object, value: object) -> str | None:
     if not isinstance(key, str | Piece):
         return f"key {key!r} is a {type(key).__name__}; tensors are named by a string or a Piece"
     name = key if isinstance(key, str) else str(key)
-    if not name.isascii() and name.encode(errors="replace").decode() != name:
-        return f"{name!r} holds half of a surrogate pair, which no file can hold; rename it"
+    if problem := unwritable(name):
+        return problem
     if not isinstance(value, torch.Tensor):
         return (
             f"{name!r} is a {type(value).__name__}, not a tensor; JSON values go into extra, and nested dicts have to "

@@ -1,7 +1,7 @@
 """Whole folders: files of another format, in a folder that is there with all of them or not at all.
 
 a file system    files in a hidden folder          it gets the name of the folder, in one act
-other stores     files, each whole when it is seen  the one without which no program takes the others comes last
+other stores     files, each whole when it is seen  `CLAIM` is there before all of them, and goes when they are there
 """
 
 import contextlib
@@ -20,6 +20,9 @@ from shardwise.errors import CheckpointError
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
 """Names of folders in which a conversion, or a trainer, writes until all is there."""
+
+CLAIM = ".shardwise.new"
+"""In the folder of a store that is being written, or was when its writer died. One of several writers creates it."""
 
 _PART = ".part"
 """Behind the names of files that are not whole yet. No program reads such files."""
@@ -105,12 +108,21 @@ def _write_in_order(
     What a process leaves that is killed is no checkpoint, and in the way of the next one: nobody knows that it is dead.
     """
     large, others = list[str](), list[str]()
+    with _making(store.location, CLAIM):
+        try:
+            store.create(CLAIM, secrets.token_hex(8).encode())
+        except FileExistsError:
+            raise _refusal(store.location, "a folder that another conversion writes, or has left when killed") from None
     try:
+        # A writer that is done meanwhile has taken its claim away.
+        with _making(store.location, ""):
+            if list(store.names()) != [CLAIM]:
+                raise _refusal(store.location, "a folder that holds something")
         for name, file in files.items():
             with _making(store.location, name), store.write(name, num_bytes=file.num_bytes) as writer:
                 large.append(name)
                 fill(file, writer)
-        for name, data in _in_order(small, finish, store):
+        for name, data in _in_order(small, lambda store: _unclaimed(store, finish), store):
             with _making(store.location, name):
                 store.create(name, data)
             others.append(name)
@@ -120,7 +132,15 @@ def _write_in_order(
             for name in reversed(others):
                 store.delete(name)
             delete_all(store, large)
+            store.delete(CLAIM)
         raise
+
+
+def _unclaimed(store: Store, finish: Callable[[Store], Mapping[str, bytes]]) -> Mapping[str, bytes]:
+    """What `finish` gives, which reads the folder: it is one from here on."""
+    with _making(store.location, CLAIM):
+        store.delete(CLAIM)
+    return finish(store)
 
 
 def _write_in_one_act(

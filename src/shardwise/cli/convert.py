@@ -38,8 +38,8 @@ class Target(click.Choice):  # type: ignore[type-arg]  # click 8.1 knows no para
         if value not in self.choices:
             from shardwise.checkpoint.formats.registry import folder_planners
 
-            if value in folder_planners():
-                return str(value)
+            others = [each for each in folder_planners() if each not in self.choices]
+            return str(click.Choice([*self.choices, *others]).convert(value, param, ctx))
         return str(super().convert(value, param, ctx))
 
 

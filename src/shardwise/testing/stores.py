@@ -115,11 +115,11 @@ def empty_files_exist(store: Store, other: Store) -> None:
 
 
 @case
-def reading_past_the_end_says_how_much_was_wanted_and_there(store: Store, other: Store) -> None:
+def reading_past_the_end_is_refused(store: Store, other: Store) -> None:
     store.create("short", content(10))
     reader = other.open("short")
-    for start, wanted, had in ((0, 11, 10), (7, 5, 3), (10, 1, 0), (99, 4, 0)):
-        with pytest.raises(EOFError, match=f"short: wanted {wanted} bytes from byte {start} on.* only {had} of them"):
+    for start, wanted in ((0, 11), (7, 5), (10, 1), (99, 4)):
+        with pytest.raises(EOFError):
             reader.read_into(memoryview(bytearray(wanted)), start)
     reader.read_into(memoryview(bytearray(0)), 10)
     reader.close()
@@ -278,6 +278,27 @@ def deleting_is_done_once(store: Store, other: Store) -> None:
 
 
 @case
+def faster_ways_do_what_the_others_do(store: Store, other: Store) -> None:
+    for name in ("a", "b/c/d", "b/e", "bb/f"):
+        store.create(name, content(len(name)))
+    if hasattr(other, "folders"):
+        assert sorted(other.folders()) == ["b", "bb"]
+    if hasattr(other, "sizes"):
+        assert other.sizes("") == {"a": 1, "b/c/d": 5, "b/e": 3, "bb/f": 4}
+        assert other.sizes("b") == {"b/c/d": 5, "b/e": 3}
+        assert other.sizes("nothing") == {}
+    if hasattr(store, "check_creation"):
+        store.check_creation("b/probe")
+        assert list(other.names("b")) == ["b/c/d", "b/e"]
+    if hasattr(store, "delete_all"):
+        store.delete_all([])
+        store.delete_all(["b/e", "never/was", "b/c/d", "a"])
+        assert list(other.names()) == ["bb/f"]
+        if hasattr(other, "folders"):
+            assert other.folders() == ["bb"]
+
+
+@case
 def folders_may_go_while_files_come(store: Store, other: Store) -> None:
     def come_and_go(thread: int) -> None:
         mine = (store, other)[thread % 2]
@@ -303,19 +324,19 @@ def names_that_lead_out_of_the_store_are_refused(store: Store, other: Store) -> 
             lambda name: store.write(name, num_bytes=0).__enter__(),
             lambda name: list(store.names(name)),
         ):
-            with pytest.raises(ValueError, match="is no name in a store"):
+            with pytest.raises(ValueError):  # noqa: PT011  # in words of its own
                 act(name)
     for act in (store.open, store.delete, lambda name: store.create(name, b"x")):
-        with pytest.raises(ValueError, match="is no name in a store"):
+        with pytest.raises(ValueError):  # noqa: PT011
             act("")
     assert list(other.names()) == []
 
 
 @case
 def the_announced_size_is_kept(store: Store, other: Store) -> None:
-    with pytest.raises(ValueError, match="announced with 5 bytes; only 4 came"):
+    with pytest.raises(ValueError):  # noqa: PT011
         _write_as(store, "a/short", b"1234", num_bytes=5)
-    with pytest.raises(ValueError, match=r"announced with 5 bytes; 0 are written, and 6 more were given"):
+    with pytest.raises(ValueError):  # noqa: PT011
         _write_as(store, "a/long", b"123456", num_bytes=5)
     for name in ("a/short", "a/long"):
         other.delete(name)

@@ -122,6 +122,7 @@ def test_a_format_of_another_package_is_read_and_written(packages: Path, tmp_pat
     assert all(torch.equal(target[name], each) for name, each in state.items())
     command = ["ckpt", "convert", str(tmp_path / "ours"), str(tmp_path / "again"), "--to", "raw-files"]
     assert CliRunner().invoke(main, command).exit_code == 0
+    assert "'raw-files'" in CliRunner().invoke(main, [*command[:-1], "raw"]).output
     assert checkpoint.diff(tmp_path / "raw", tmp_path / "again").equal
     with pytest.raises(CheckpointError, match=r"goes to pieces, whole, hf, dcp, .*, raw-files"):
         checkpoint.convert(tmp_path / "ours", tmp_path / "x", to="raw")  # type: ignore[arg-type]

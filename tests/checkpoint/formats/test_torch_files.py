@@ -175,3 +175,29 @@ def test_a_load_that_misses_what_was_left_out_says_so(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 2), "odd": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"odd: missing(?s:.*)note: odd is left out: it is a sparse tensor"):
         sw.load(tmp_path / "a.pt", {"w": torch.zeros(2, 2), "odd": torch.zeros(3, 3)})
+
+
+def test_whole_numbers_that_no_text_holds_are_named_and_left_out(tmp_path: Path) -> None:
+    """Python writes 4,300 digits of a number; a save of ours is text."""
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["tag"] = 10**5000
+    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "seed": 10**5000, "step": 3}
+    torch.save(values, tmp_path / "last.ckpt")
+    notes = checkpoint.open(tmp_path / "last.ckpt").contents.notes
+    assert any("seed is left out: it is a whole number of more than 4,096 bits" in each for each in notes)
+    assert any("'tag' among the settings" in each for each in notes)
+    checkpoint.convert(tmp_path / "last.ckpt", tmp_path / "save")
+    catalogue = checkpoint.open(tmp_path / "save")
+    assert (catalogue.step, "seed" in catalogue.extra["objects"]) == (3, False)
+    check_tensors(tmp_path / "save", model.state_dict())
+
+
+def test_a_name_that_no_save_can_have_is_refused_before_one_is_made_and_can_be_rewritten(tmp_path: Path) -> None:
+    torch.save({"w\ud800": torch.ones(2)}, tmp_path / "model.pt")
+    for to in ("whole", "pieces", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=r"ud800' .*(rename it|by a rewrite)"):
+            checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", to=to)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+    checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", rewrite=sw.Rewrite('"w\ud800" -> w'))
+    check_tensors(tmp_path / "out", {"w": torch.ones(2)})

@@ -31,7 +31,8 @@ def text(value: str) -> bytes:
 
 def whole(value: int) -> bytes:
     size = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+    code = b"\x8a" + bytes([size]) if size < 256 else b"\x8b" + struct.pack("<I", size)
+    return code + value.to_bytes(size, "little", signed=True)
 
 
 def ints(*values: int) -> bytes:
@@ -111,12 +112,12 @@ def twice() -> bytes:
     return data.replace(b"x/data/1", b"x/data/0")
 
 
-def bomb(depth: int) -> bytes:
+def bomb(depth: int, key: str = "w") -> bytes:
     """Lists of ten times the list before: 10 ** depth values in a few hundred bytes."""
     program = b"]"
     for at in range(depth):
         program += b"r" + struct.pack("<I", at) + b"0" + b"](" + (b"j" + struct.pack("<I", at)) * 10 + b"e"
-    return state_dict(program)
+    return PROTO + b"}" + text(key) + program + b"s" + STOP
 
 
 def itself() -> bytes:
@@ -150,6 +151,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "a bomb of lists": lambda: saved(state_dict(b"]" * (1 << 19))),
     "a bomb of memos": lambda: saved(state_dict(b"".join(b"Nr" + struct.pack("<I", 7 * at) for at in range(1 << 16)))),
     "a bomb of lists in lists": lambda: saved(bomb(12)),
+    "a bomb of settings of an optimizer": lambda: saved(bomb(12, "param_groups")),
     "a list in itself": lambda: saved(itself()),
     "a tuple of tuples as a key": lambda: saved(PROTO + b"}" + b"N" + b"\x85" * 100_000 + b"Ns."),
     "numbers as keys that share a slot": lambda: saved(
@@ -171,6 +173,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "a storage that is not there": lambda: saved(state_dict(tensor(held=storage("7")))),
     "a storage outside of the file": lambda: saved(state_dict(tensor(held=storage("../../etc/passwd")))),
     "a storage of another length": lambda: saved(state_dict(tensor(held=storage(count=13)))),
+    "a storage of a length that no text holds": lambda: saved(state_dict(tensor(held=storage(count=1 << 20_000)))),
     "a storage of an unknown kind": lambda: saved(state_dict(tensor(held=storage(kind="PickleStorage")))),
     "a storage that is no storage": lambda: saved(state_dict(tensor(held=text("module") + b"Q"))),
     "elements of another order": lambda: saved(state_dict(tensor()), byteorder=b"big"),
@@ -198,6 +201,9 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "an old storage of another length": lambda: old(OLD_TENSOR, count=11),
     "an old storage of a huge length": lambda: old(
         state_dict(tensor(held=storage(count=1 << 60)[:-2] + b"NtQ")), count=1 << 60
+    ),
+    "an old storage of a length that no text holds": lambda: old(
+        state_dict(tensor(held=storage(count=1 << 20_000)[:-2] + b"NtQ")), count=12
     ),
     "an old view beyond its storage": lambda: old(
         state_dict(tensor(held=storage()[:-2] + ints(0, 6, 12).replace(whole(0), text("v"), 1) + b"tQ"))

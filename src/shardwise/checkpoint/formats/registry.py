@@ -26,6 +26,7 @@ from importlib.metadata import EntryPoint, entry_points
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.formats.format import Format, Planner
 from shardwise.checkpoint.stores import OneFile, Store
+from shardwise.checkpoint.whole_folders import CLAIM
 from shardwise.errors import CheckpointError
 
 __all__ = ["DATA", "GROUP", "folder_planners", "format_of", "formats", "read_foreign", "recognise"]
@@ -86,6 +87,8 @@ def format_of(names: Sequence[str]) -> str | None:
     # First: a folder of saves stays one, whatever a user puts there.
     if any(_MANIFEST.fullmatch(name) for name in names):
         return _OURS
+    if CLAIM in names:
+        return None
     others = [name for name in names if not DATA.fullmatch(name)]
     return next((each.name for each in formats() if each.recognises(others)), None)
 

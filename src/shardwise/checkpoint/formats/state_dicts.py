@@ -314,8 +314,7 @@ class _Budget:
             self._left -= len(value) // 16
             return {"bytes": value.hex()} if len(value) <= _MAX_TEXT else self._too_long(value)
         if type(value) is int and abs(value) >= 1 << 64:
-            # Python writes no more than 4,300 digits.
-            return {"int": hex(value)} if value.bit_length() <= 4096 else self._too_long(value)
+            return {"int": hex(value)}
         if isinstance(value, str):
             self._left -= len(value) // 16
             return value if len(value) <= _MAX_TEXT else self._too_long(value)

@@ -10,7 +10,7 @@ from shardwise.checkpoint.formats.numbered_files import JOIN_META, OF_META
 from shardwise.checkpoint.formats.registry import DATA, format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import OneFile, Store
-from shardwise.checkpoint.whole_folders import is_unfinished
+from shardwise.checkpoint.whole_folders import CLAIM, is_unfinished
 from shardwise.errors import few_of
 
 
@@ -129,6 +129,8 @@ def _nothing_in_words(store: Store) -> str:
 
 
 def _folder_in_words(names: Sequence[str]) -> str:
+    if CLAIM in names:
+        return "a conversion writes it, or has left it when it was killed; write it again to another folder"
     # Two deep: in the hub's cache a model has snapshots/HASH.
     for depth in (1, 2):
         inner: dict[str, list[str]] = {}

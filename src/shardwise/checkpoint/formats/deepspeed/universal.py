@@ -155,7 +155,7 @@ def _check_names(parameters: Iterable[str]) -> None:
     problems = []
     for name in parameters:
         try:
-            checked_name(f"zero/{name}/fp32.pt")
+            checked_name(f"zero/{name}/fp32.pt").encode()
         except ValueError:
             problems.append(
                 f"{name!r:.100} cannot name a folder, and a universal checkpoint has one for each parameter; give it "

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import can_exist
+from shardwise.checkpoint.contents import MAX_INDEX, can_exist
 from shardwise.checkpoint.formats.strided import TensorPlace
 from shardwise.checkpoint.formats.torch_files.pickles import (
     CutShortError,
@@ -42,6 +42,8 @@ from shardwise.space.boxes import row_major_strides
 _PICKLE = "data.pkl"
 _MAX_VALUES = 1_000_000
 _MAX_DEPTH = 200
+_MAX_BITS = 4096
+"""Of a whole number: Python writes no more than 4,300 digits."""
 _FIRST_BYTES = 1 << 20
 _MAX_PICKLE_BYTES = 1 << 28
 _MAX_RESOLVED_BYTES = 1 << 26
@@ -226,7 +228,9 @@ class _Storage:
 def _part_of(archive: ZipParts, key: object) -> _Storage:
     """A storage that is a part of the archive."""
     match key:
-        case ("storage", Named(name=kind), str(part), str(), int(num_elements)) if kind in STORAGES:
+        case ("storage", Named(name=kind), str(part), str(), int(num_elements)) if (
+            kind in STORAGES and 0 <= num_elements <= MAX_INDEX
+        ):
             dtype = STORAGES[kind]
             start, num_bytes = archive.place(f"data/{part}")
             if num_bytes != num_elements * itemsize_bytes(dtype):
@@ -298,7 +302,9 @@ def _storages_in(value: object) -> dict[str, tuple[str, int]]:
         each = left.pop()
         if isinstance(each, Persistent):
             match each.key:
-                case ("storage", Named(name=kind), str(key), str(), int(count), *_) if kind in STORAGES and count >= 0:
+                case ("storage", Named(name=kind), str(key), str(), int(count), *_) if (
+                    kind in STORAGES and 0 <= count <= MAX_INDEX
+                ):
                     if found.setdefault(key, (STORAGES[kind], count)) != (STORAGES[kind], count):
                         raise CheckpointError(f"it names its storage {key[:40]!r} as of two kinds")
         # Each once: a pickle may name one list very often, or a list in itself.
@@ -342,6 +348,8 @@ class _Finder:
         # By id, with the objects themselves, so that no id is given anew: what is named twice is one object.
         self._done: dict[int, tuple[object, object]] = {}
         self._open: set[int] = set()
+        self._counts: dict[int, int] = {}
+        self._most_values = _MAX_VALUES + size
 
     def inert(self, value: Any, depth: int = 0) -> Any:
         """The value; raises CheckpointError for one that is in itself, or too deep."""
@@ -349,6 +357,8 @@ class _Finder:
             return UnknownObject(kind=str(value))
         if isinstance(value, Persistent):
             return UnknownObject(kind="torch.storage", hint="it is a storage without a tensor")
+        if type(value) is int and value.bit_length() > _MAX_BITS:
+            return UnknownObject(kind="int", hint=f"it is a whole number of more than {_MAX_BITS:,} bits")
         if not isinstance(value, list | tuple | dict | set | frozenset | MadeObject):
             return value
         if id(value) in self._done:
@@ -378,8 +388,21 @@ class _Finder:
             # With objects as keys: nothing in a name could stand for them.
             items = [(self.inert(key, depth), self.inert(each, depth)) for key, each in pairs]
             return UnknownObject(kind="dict", items=items)
+        if _GROUPS not in made:
+            return made
+        # Who reads an optimizer enters a list as often as it is named.
+        if sum(map(self._count, made.values())) > self._most_values:
+            raise CheckpointError("it has an optimizer with the same lists again and again; that is no checkpoint")
         # Optimizers of torch accept a setting as a number or as a tensor without dims. A save has numbers.
-        return {**made, _GROUPS: self._with_numbers(made[_GROUPS])} if _GROUPS in made else made
+        return {**made, _GROUPS: self._with_numbers(made[_GROUPS])}
+
+    def _count(self, value: Any) -> int:
+        """The values in a value that was made here, each as often as it is named."""
+        if not isinstance(value, dict | list | tuple):
+            return 1
+        if id(value) not in self._counts:
+            self._counts[id(value)] = 1 + sum(map(self._count, value.values() if isinstance(value, dict) else value))
+        return self._counts[id(value)]
 
     def _with_numbers(self, value: Any) -> Any:
         if isinstance(value, TensorPlace) and not value.shape:
