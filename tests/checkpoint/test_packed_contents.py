@@ -1,12 +1,16 @@
 """What a checkpoint holds reaches other ranks in few bytes, and means the same there."""
 
+import contextlib
 import random
 from dataclasses import replace
 
 import pytest
 
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.contents import CHECKSUM_BYTES, Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
+from shardwise.comm.agreement import understood
+from shardwise.comm.digests import checksum
+from shardwise.errors import PeerError
 from shardwise.space import Piece
 
 
@@ -80,3 +84,15 @@ def test_bytes_that_changed_on_the_way_are_refused(at: int) -> None:
     packed[at] ^= 1
     with pytest.raises(ValueError, match="checksum"):
         unpack_contents(bytes(packed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_other_bytes_are_refused_by_errors_that_ranks_expect_of_a_peer(seed: int) -> None:
+    """A rank of another version gives bytes that have their checksum and mean nothing."""
+    numbers, packed = random.Random(seed), pack_contents(made(40, 3))[CHECKSUM_BYTES:]
+    for _ in range(300):
+        changed = bytearray(packed)
+        changed[numbers.randrange(len(changed))] ^= 1 << numbers.randrange(8)
+        given = [checksum(changed) + changed]
+        with contextlib.suppress(PeerError):  # what is only another number is read
+            understood(given, unpack_contents, purpose="contents")

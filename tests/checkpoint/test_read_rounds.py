@@ -376,6 +376,24 @@ def test_nothing_is_under_way_any_more_when_a_read_ahead_has_failed(tmp_path: Pa
     assert counts["begun"] == counts["ended"] >= 8
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_pass_over_a_few_odd_bytes_from_afar_finds_elements_where_they_can_be(
+    tmp_path: Path, size: int
+) -> None:
+    state = {"w": torch.arange(5.0), "mask": torch.ones(101, dtype=torch.bool)}
+    sw.save(tmp_path, state)
+
+    class Far(Hooked):
+        parallel_reads = 8
+
+    def load(channel: Channel) -> bool:
+        target = {name: torch.zeros_like(each) for name, each in state.items()}
+        sw.load(Far(LocalStore(tmp_path)), target, verify="first", channel=channel)
+        return all(torch.equal(target[name], each) for name, each in state.items())
+
+    assert all(sw.simulate(size, load))
+
+
 def test_of_very_many_files_few_are_open_at_a_time(tmp_path: Path) -> None:
     state = {f"w{at}": torch.full((4096,), float(at)) for at in range(200)}
     for at, (name, tensor) in enumerate(state.items(), 1):

@@ -146,3 +146,8 @@ def test_state_of_the_optimizer_goes_with_the_degree_of_its_parameter() -> None:
     made = resolved(Rewrite("x -> t; t -> g, u, fused_ffn, axis=0").check(laid_out(state)), state, {})
     assert made["u"].values.tolist() == [4, 5, 6, 7]
     assert made["optimizer/u/exp_avg"].values.tolist() == [14, 15, 16, 17]
+
+
+def test_a_target_with_other_dims_than_the_rewrite_makes_is_refused_for_its_shape_alone() -> None:
+    with pytest.raises(RewriteError, match=r"x: shape \[2, 4\] in the target, \[8\] by the rewrite"):
+        Rewrite(FUSE).check(metas(GU), metas({"x": ((2, 4), (1, 2))}))

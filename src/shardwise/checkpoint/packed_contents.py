@@ -32,6 +32,9 @@ _IS_BOX, _IS_RUN, _HAS_SUMS = 1, 2, 4
 
 _DTYPES = sorted(ITEMSIZE_BYTES)
 
+_KINDS = "|u1", "<u2", "<u4", "<u8"
+"""Numbers of columns, as numpy calls them."""
+
 _Column = npt.NDArray[np.unsignedinteger[Any]]
 
 
@@ -89,7 +92,7 @@ def unpack_contents(data: bytes) -> Contents:
     head = json.loads(bytes(head_text))
     head["notes"] = tuple(head["notes"])
     head["file_heads"] = {name: (size, bytes.fromhex(sums)) for name, (size, sums) in head["file_heads"].items()}
-    names, files = json.loads(zlib.decompress(names_text))
+    names, files = json.loads(_unpressed(names_text))
     dtypes, dims, counts, sizes, *columns = map(_unpacked, packed)
     table = _Table.of(columns, np.repeat(dims, counts), files, sums)
     tensors = {}
@@ -108,13 +111,23 @@ def _pressed(data: bytes) -> bytes:
     return zlib.compress(data, 1)
 
 
+def _unpressed(data: memoryview) -> bytes:
+    try:
+        return zlib.decompress(data)
+    except zlib.error as error:  # no kind of ValueError
+        raise ValueError(str(error)) from error
+
+
 def _packed(numbers: Sequence[int]) -> bytes:
     kind = np.min_scalar_type(max(numbers, default=0))
     return kind.str.encode() + _pressed(np.array(numbers, dtype=kind).tobytes())
 
 
 def _unpacked(column: memoryview) -> _Column:
-    return np.frombuffer(zlib.decompress(column[3:]), dtype=np.dtype(bytes(column[:3]).decode()))
+    kind = bytes(column[:3]).decode()
+    if kind not in _KINDS:
+        raise ValueError(f"a column of {kind!r}")
+    return np.frombuffer(_unpressed(column[3:]), dtype=np.dtype(kind))
 
 
 def _parts_of(data: memoryview) -> Iterator[memoryview]:

@@ -40,6 +40,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.copies import parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
+from shardwise.plan.dtypes import aligned
 from shardwise.space.moves import runs_of
 
 ONE_ROUND_BYTES = 16 << 20
@@ -284,7 +285,8 @@ class _Buffers:
     """
 
     def __init__(self, channel: Channel, num_bytes: int, reads_ahead: bool) -> None:
-        self._num_bytes = num_bytes
+        # The second half begins where elements may, of any dtype.
+        self._num_bytes = num_bytes = aligned(num_bytes)
         self._rank = channel.rank
         # Two halves: one is read into while slower ranks still take from the other. Alone, or over a network, nobody
         # looks into it.

@@ -136,7 +136,7 @@ class Fusings:
         # Back from the target: in which outputs do elements of each stand-in come out?
         for name, node in outputs.items():
             meta = wanted.get(name)
-            self._note_use(node, None if meta is None else _layout(meta))
+            self._note_use(node, None if meta is None else _layout_wanted(meta, node))
         # And from what other statements take for a degree that they say: it leaves no other trace in the outputs.
         for each in self._found:
             if layout := each.layout_taken:
@@ -171,7 +171,7 @@ class Fusings:
                 continue
             # Laid out for the target: the way back asks the same layout, and so finds the same degrees.
             wanted_layouts = [
-                _layout(wanted[name]) if name in wanted else ()
+                _layout_wanted(wanted[name], node) if name in wanted else ()
                 for each in fused.values()
                 if each.operation.target_degree is None
             ]
@@ -272,6 +272,11 @@ def _unless_open(degree: int, *, is_open: bool) -> int | None:
 def _layout(meta: TensorMeta) -> tuple[int, ...]:
     """The degrees of a layout; () where none is known."""
     return meta.degrees if len(meta.degrees) == len(meta.shape) else ()
+
+
+def _layout_wanted(meta: TensorMeta, node: Node) -> tuple[int, ...]:
+    """The degrees of an output's layout in the target; () also where the target has another number of dims."""
+    return _layout(meta) if len(meta.shape) == len(node.meta.shape) else ()
 
 
 # Into how many equal boxes ranks along `tp` cut a tensor along a dim, seen from tensors that it has become. A rewrite
