@@ -12,6 +12,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.layouts import Job, Layout, ModelSize, best_of, layouts
 
 TINY = ModelSize(parameters=2 * 48 * 8 + 6 * 1000, layers=6, hidden=8, vocabulary=48)
+TIED = ModelSize(parameters=48 * 8 + 6 * 1000, layers=6, hidden=8, vocabulary=48, is_tied=True)
 JOB = Job(ranks=4, memory_bytes=1e9, tokens=4)
 
 
@@ -75,13 +76,13 @@ def counted(size: ModelSize, layout: Layout) -> tuple[list[dict[str, float]], li
     return list(held), list(sent)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_bytes_are_those_of_a_run(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "size"), [(1, TINY), (2, TINY), (4, TINY), (6, TINY), (1, TIED), (4, TIED)])
+def test_bytes_are_those_of_a_run(ranks: int, size: ModelSize) -> None:
     job = Job(ranks=ranks, memory_bytes=1e9, tokens=4, ranks_per_host=2)
-    found = [each for each in layouts(TINY, job) if each.plan.activations.checkpoint is None]
+    found = [each for each in layouts(size, job) if each.plan.activations.checkpoint is None]
     assert {each.plan.mesh.size for each in found} == {ranks}
     for layout in found:
-        held, _ = counted(TINY, layout)
+        held, _ = counted(size, layout)
         assert any({name: layout.held[name] for name in each} == each for each in held), layout.plan.text()
 
 

@@ -394,17 +394,23 @@ def _owned(
     ]
     num_owners = math.prod(getattr(mesh, axis) for axis in sharding.owner_axes)
     stage = sharding.stage if num_owners > 1 else min(sharding.stage, 1)
-    units = plan_units(outline, first_names={each.name: each.name for each in parameters}) if stage == 3 else ()
+    # Its gradient is complete at the end of an update only: it stays whole, apart from all others.
+    is_apart = size.is_tied and part.has_embedding != part.has_head
+    late = frozenset({"embedding.weight", "head.weight"} & sizes.keys() if is_apart else ())
+    in_units = replace(outline, children=tuple(each for each in outline.children if f"{each.name}.weight" not in late))
+    first_names = {name: name if count else "embedding.weight" for name, count in sizes.items()}
+    units = plan_units(in_units, first_names=first_names) if stage == 3 else ()
     layout = OwnedLayout(
         ownership=plan_ownership(
             parameters,
             sharding,
             num_owners=num_owners,
             num_replicas=mesh.num_data_ranks // num_owners,
-            units=unit_of(units),
+            units=unit_of(units) | dict.fromkeys(late, "several stages") if stage > 1 else {},
         ),
         stage=stage,
         units=units,
+        late=late,
     )
     # From the third microbatch on, each is like the one before.
     one, two, three = (
