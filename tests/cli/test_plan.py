@@ -39,11 +39,16 @@ def test_what_to_take_is_a_plan(tmp_path: Path) -> None:
 
 def test_a_folder_of_a_model_says_its_sizes(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 32}))
+    config |= {"num_attention_heads": 32, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     result = plan(tmp_path, "--ranks", 8, "--memory", "80GB")
     assert result.exit_code == 0
     assert result.stdout.startswith("6.74 billion parameters in 32 blocks of width 4096, 32000 words")
     assert plan(tmp_path, "--parameters", "8B", "--ranks", 8, "--memory", "80GB").stdout.startswith("8 billion")
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": config}))
+    result = plan(tmp_path, "--layers", 16, "--vocabulary", 100, "--ranks", 1, "--memory", "80GB")
+    assert result.stdout.splitlines()[0].endswith("in 16 blocks of width 4096, 100 words; AdamW, bfloat16")
+    assert result.stdout.splitlines()[1].startswith("1 rank with 80 GB")
 
 
 def test_where_nothing_fits_the_smallest_are_shown() -> None:
@@ -73,6 +78,7 @@ def test_all_layouts_are_shown_where_they_are_asked_for() -> None:
             "parameters: 7 in all leave -8192000 for each of 32 layers, besides 262144000 of the embedding and the "
             "head; is one of the numbers wrong?",
         ),
+        (("--parameters", "1e999"), "'1e999' is not a number of at least 1, such as 7e9, 7B or 80GB"),
         (("--parameters", "many"), "'many' is not a number of at least 1, such as 7e9, 7B or 80GB"),
     ],
 )

@@ -12,6 +12,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.layouts import Job, Layout, ModelSize, best_of, layouts
 
 TINY = ModelSize(parameters=2 * 48 * 8 + 6 * 1000, layers=6, hidden=8, vocabulary=48)
+TIED = ModelSize(parameters=48 * 8 + 6 * 1000, layers=6, hidden=8, vocabulary=48, is_tied=True)
 JOB = Job(ranks=4, memory_bytes=1e9, tokens=4)
 
 
@@ -75,13 +76,13 @@ def counted(size: ModelSize, layout: Layout) -> tuple[list[dict[str, float]], li
     return list(held), list(sent)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_bytes_are_those_of_a_run(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "size"), [(1, TINY), (2, TINY), (4, TINY), (6, TINY), (1, TIED), (4, TIED)])
+def test_bytes_are_those_of_a_run(ranks: int, size: ModelSize) -> None:
     job = Job(ranks=ranks, memory_bytes=1e9, tokens=4, ranks_per_host=2)
-    found = [each for each in layouts(TINY, job) if each.plan.activations.checkpoint is None]
+    found = [each for each in layouts(size, job) if each.plan.activations.checkpoint is None]
     assert {each.plan.mesh.size for each in found} == {ranks}
     for layout in found:
-        held, _ = counted(TINY, layout)
+        held, _ = counted(size, layout)
         assert any({name: layout.held[name] for name in each} == each for each in held), layout.plan.text()
 
 
@@ -116,6 +117,7 @@ def test_a_configuration_says_how_large_a_model_is() -> None:
         "intermediate_size": 11008,
         "num_attention_heads": 32,
         "vocab_size": 32000,
+        "tie_word_embeddings": False,
     }
     assert ModelSize.from_config(llama).parameters == 6_738_415_616 - 4096
     mixtral = {
@@ -129,6 +131,19 @@ def test_a_configuration_says_how_large_a_model_is() -> None:
     routers = 32 * 8 * 4096
     assert size.parameters == 46_702_792_704 - 4096 - routers
     assert round(size.block * size.active_part * 32 + 2 * 32000 * 4096, -8) == 12_900_000_000
+
+
+def test_a_head_is_the_embedding_where_a_configuration_does_not_say() -> None:
+    """`tie_word_embeddings` is true by default in transformers, which writes what differs from its defaults alone."""
+    gemma = {
+        "num_hidden_layers": 28,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "vocab_size": 256000,
+    }
+    assert ModelSize.from_config(gemma).parameters == 8_537_680_896 - 3072
 
 
 @pytest.mark.parametrize(
@@ -149,7 +164,20 @@ def test_a_configuration_says_how_large_a_model_is() -> None:
         ),
         (
             lambda: layouts(TINY, Job(ranks=1, memory_bytes=0)),
-            "ranks, ranks per host, tokens and memory are numbers above 0",
+            "ranks, ranks per host, tokens, memory, flops and bandwidths are numbers above 0",
+        ),
+        (
+            lambda: layouts(TINY, Job(ranks=1, memory_bytes=1e9, flops=float("nan"))),
+            "ranks, ranks per host, tokens, memory, flops and bandwidths are numbers above 0",
+        ),
+        (
+            lambda: layouts(TINY, Job(ranks=8, memory_bytes=1e9, batch_tokens=4_000_000)),
+            "no layout of 8 ranks cuts an update of 4000000 tokens into microbatches of 4096; take a multiple of "
+            "32768, such as 3997696",
+        ),
+        (
+            lambda: ModelSize.from_config({"hidden_size": 0, "num_hidden_layers": 2, "vocab_size": 10}),
+            "config.json does not say hidden; give --hidden",
         ),
     ],
 )

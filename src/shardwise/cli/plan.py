@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.exit_verdicts import errors_in_words
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     from shardwise.plan.layouts import Job, Layout, ModelSize
@@ -25,7 +25,7 @@ def _number(ctx: click.Context, param: click.Parameter, value: str | None) -> in
     is_billions = found is not None and param.name == "parameters" and found[3] and not found[2]
     try:
         number = 0 if found is None else round(float(found[1]) * (10**9 if is_billions else _UNITS[found[2] or ""]))
-    except ValueError:  # two points
+    except (ValueError, OverflowError):  # two points, or beyond all floats
         number = 0
     if number < 1:
         raise click.BadParameter(f"{value!r} is not a number of at least 1, such as 7e9, 7B or 80GB", ctx, param)
@@ -104,11 +104,7 @@ def _size(folder: Path | None, parameters: int | None, given: dict[str, Any]) ->
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} is not an object of settings")
-    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
-    names["vocabulary"] = "vocab_size"
-    return ModelSize.from_config(
-        {**config, **{names[name]: value for name, value in given.items()}}, parameters=parameters
-    )
+    return ModelSize.from_config(config, parameters=parameters, **given)
 
 
 def _lines(
@@ -117,7 +113,7 @@ def _lines(
     lines = [
         f"{size.parameters / 1e9:.3g} billion parameters in {size.layers} blocks of width {size.hidden}, "
         f"{size.vocabulary} words; AdamW, {job.compute}",
-        f"{job.ranks} ranks with {job.memory_bytes / 1e9:.0f} GB, {job.tokens} tokens in a microbatch, "
+        f"{plural(job.ranks, 'rank')} with {job.memory_bytes / 1e9:.0f} GB, {job.tokens} tokens in a microbatch, "
         f"{job.update_tokens} in an update",
     ]
     fitting = [each for each in found if each.fits(job)]

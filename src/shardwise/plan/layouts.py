@@ -63,27 +63,31 @@ class ModelSize:
             raise PlanError(*problems)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, parameters: int | None = None) -> "ModelSize":
+    def from_config(cls, config: Mapping[str, Any], *, parameters: int | None = None, **given: int) -> "ModelSize":
         """The sizes in a `config.json`, under the names that are in use; raises PlanError where one is missing.
 
-        parameters: None: estimated from the other sizes, with three matrices in each feed-forward part.
+        parameters: None: estimated from the other sizes, with three matrices in each feed-forward part. given: sizes
+        that come before those of the file.
         """
-        config = {**config, **(config.get("text_config") or {})}
+        of_text = config.get("text_config")
+        config = {**config, **(of_text if isinstance(of_text, Mapping) else {})}
 
         def known(*names: str) -> int | None:
-            return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+            found = (config.get(name) for name in names)
+            return next((value for value in found if type(value) is int and value > 0), None)
 
         needed = {
-            "layers": known("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-            "hidden": known("hidden_size", "n_embd", "d_model", "dim"),
-            "vocabulary": known("vocab_size"),
+            "layers": given.get("layers") or known("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+            "hidden": given.get("hidden") or known("hidden_size", "n_embd", "d_model", "dim"),
+            "vocabulary": given.get("vocabulary") or known("vocab_size"),
         }
         if missing := [name for name, value in needed.items() if value is None]:
             raise PlanError(f"config.json does not say {', '.join(missing)}; give --{' and --'.join(missing)}")
-        heads = known("num_attention_heads", "n_head", "num_heads", "n_heads")
+        heads = given.get("heads") or known("num_attention_heads", "n_head", "num_heads", "n_heads")
         kv_heads = known("num_key_value_heads")
         layers, hidden, vocabulary = (int(value or 0) for value in needed.values())
-        is_tied = bool(config.get("tie_word_embeddings", False))
+        # Files of transformers leave out what is true by default.
+        is_tied = bool(config.get("tie_word_embeddings", True))
         head_width = known("head_dim") or (hidden // heads if heads else hidden)
         queries, values = (heads or 1) * head_width, (kv_heads or heads or 1) * head_width
         attention = 2 * hidden * (queries + values)
@@ -218,9 +222,17 @@ def layouts(size: ModelSize, job: Job) -> list[Layout]:
 
     Raises PlanError for numbers that cannot hold.
     """
-    if job.ranks < 1 or job.ranks_per_host < 1 or job.tokens < 1 or not job.memory_bytes > 0:
-        raise PlanError("ranks, ranks per host, tokens and memory are numbers above 0")
+    numbers = (job.ranks, job.ranks_per_host, job.tokens, job.memory_bytes)
+    rates = (job.flops, job.host_bandwidth, job.bandwidth)
+    if not all(0 < each < math.inf for each in (*numbers, *rates)):
+        raise PlanError("ranks, ranks per host, tokens, memory, flops and bandwidths are numbers above 0")
     found = [_costed(size, job, plan) for plan in _plans(size, job)]
+    if not found:
+        whole = job.tokens * job.ranks
+        raise PlanError(
+            f"no layout of {plural(job.ranks, 'rank')} cuts an update of {job.update_tokens} tokens into microbatches "
+            f"of {job.tokens}; take a multiple of {whole}, such as {max(1, round(job.update_tokens / whole)) * whole}"
+        )
     return sorted(
         found, key=lambda each: (not each.fits(job), each.total_seconds if each.fits(job) else each.total_bytes)
     )
@@ -382,17 +394,23 @@ def _owned(
     ]
     num_owners = math.prod(getattr(mesh, axis) for axis in sharding.owner_axes)
     stage = sharding.stage if num_owners > 1 else min(sharding.stage, 1)
-    units = plan_units(outline, first_names={each.name: each.name for each in parameters}) if stage == 3 else ()
+    # Its gradient is complete at the end of an update only: it stays whole, apart from all others.
+    is_apart = size.is_tied and part.has_embedding != part.has_head
+    late = frozenset({"embedding.weight", "head.weight"} & sizes.keys() if is_apart else ())
+    in_units = replace(outline, children=tuple(each for each in outline.children if f"{each.name}.weight" not in late))
+    first_names = {name: name if count else "embedding.weight" for name, count in sizes.items()}
+    units = plan_units(in_units, first_names=first_names) if stage == 3 else ()
     layout = OwnedLayout(
         ownership=plan_ownership(
             parameters,
             sharding,
             num_owners=num_owners,
             num_replicas=mesh.num_data_ranks // num_owners,
-            units=unit_of(units),
+            units=unit_of(units) | dict.fromkeys(late, "several stages") if stage > 1 else {},
         ),
         stage=stage,
         units=units,
+        late=late,
     )
     # From the third microbatch on, each is like the one before.
     one, two, three = (

@@ -133,6 +133,60 @@ def test_gradients_have_the_same_bits_and_hooks_see_one_microbatch_whenever_they
         assert all(torch.equal(one, other) for one, other in zip(of_step[:8], of_step[4:], strict=True))
 
 
+@pytest.mark.parametrize("mesh", ["single", "dp_shard=2"])
+def test_between_microbatches_no_gradient_waits_where_a_forward_may_clear_it_or_hook_it(mesh: str) -> None:
+    """A loop that was half converted may call `zero_grad` in its loss; a model may hook a parameter in a forward."""
+    batch = {name: torch.cat([each] * 3) for name, each in points(0, 4).items()}
+
+    def trained(meddles: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        def run(channel: sw.Channel) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+            seen: list[torch.Tensor] = []
+
+            def meddle(*_: object) -> None:
+                if not seen:
+                    model[0].weight.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.clone()))
+                    seen.append(torch.zeros(()))
+                model.zero_grad()
+
+            if meddles:
+                model.register_forward_pre_hook(meddle)
+            engine = begun(channel, lambda: model, plan_of(mesh, k=3), optimizer=adamw, loss=square_loss)
+            engine.step(batch)
+            return values_of(model), seen[1:]
+
+        return sw.simulate(plan_of(mesh).mesh.size, run)[0]
+
+    (plain, _), (values, seen) = trained(False), trained(True)
+    assert all(torch.equal(values[name], plain[name]) for name in plain)
+    assert len(seen) == 3
+    assert all(torch.equal(each, seen[0]) for each in seen)  # of the same rows
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_after_an_error_gradients_are_the_users_again(stage: int) -> None:
+    def run(channel: sw.Channel) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        calls: list[int] = []
+
+        def fail(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ValueError("no more")
+
+        model.register_forward_pre_hook(fail)
+        engine = begun(channel, lambda: model, plan_of("single", stage=stage, k=2), optimizer=adamw, loss=square_loss)
+        batch = points(0, 4)
+        with pytest.raises(ValueError, match="no more"):
+            engine.step(batch)
+        assert all(each.grad is None for each in model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(each.grad is not None for each in model.parameters())
+        engine.step(batch)
+
+    sw.simulate(1, run)
+
+
 def test_hooks_of_the_user_on_gradients_and_modules_run_once_each() -> None:
     def run(channel: sw.Channel) -> None:
         make = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))  # noqa: E731

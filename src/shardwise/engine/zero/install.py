@@ -22,7 +22,7 @@ from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.parameter_kinds import inner_by_path
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.reduce import GradReduce
+from shardwise.engine.zero.reduce import GradReduce, SmallGradients
 from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import OwnedLayout, Placement, Plan, plan_ownership
@@ -125,8 +125,7 @@ def install(
         taker=taker,
     )
     if layout.stage < 3:
-        # Layers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
-        return gradients, gradients if gradients.moves_in_step else Passes()
+        return gradients, gradients if gradients.moves_in_step else SmallGradients(gradients)
     unshard = Unshard(
         params,
         gradients,

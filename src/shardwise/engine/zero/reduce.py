@@ -5,8 +5,8 @@ before, at stages 0 and 1:
     backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
 
     [1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones)
-        into its view of the bucket, and `p.grad` is dropped. Small ones in the dtype of their sum stay in `p.grad`,
-        where autograd adds them up in the same order, and are copied once: the host is spared a hook for each
+        into its view of the bucket, and `p.grad` is dropped. Small ones in the dtype of their sum stay in `p.grad` to
+        the end of the backward, and are taken together: the host is spared a hook for each
     [2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
 
 after, at stages 2 and 3, once per microbatch:
@@ -29,6 +29,7 @@ with several microbatches the last bits of the two ways differ. Each is the same
 """
 
 import json
+import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -239,7 +240,7 @@ class GradReduce(Passes):
     @property
     def touched(self) -> frozenset[str]:
         """Parameters that got a gradient since `begin`; asked for after the last backward."""
-        self._take_from_before()
+        self.take_small()
         return frozenset(self._touched)
 
     def view(self, name: str) -> torch.Tensor:
@@ -351,7 +352,13 @@ class GradReduce(Passes):
 
     def stop(self) -> None:
         """From now on gradients are the user's again."""
-        self._take_from_before()
+        self.take_small()
+        self._is_collecting = False
+
+    def give_up(self) -> None:
+        """The same after an error: what has come is of no use."""
+        for pending in self._before if self._is_collecting else ():
+            take_gradients(pending.quiet)
         self._is_collecting = False
 
     # Microbatches -------------------------------------------------------------------------------------------------
@@ -502,7 +509,8 @@ class GradReduce(Passes):
         elif work is None and self._taker is not None and self._replicas.size == 1:
             self._land_all()
 
-    def _take_from_before(self) -> None:
+    def take_small(self) -> None:
+        """Take what waits in `p.grad` to where the gradients of a bucket are added up."""
         for pending in self._before if self._is_collecting else ():
             self._take_quiet(pending)
 
@@ -512,9 +520,11 @@ class GradReduce(Passes):
         if self._trained.names is not None:
             gradients = {name: each for name, each in gradients.items() if name in self._trained.names}
         if gradients:
-            assert pending.touched.isdisjoint(gradients), "this would overwrite a sum"
+            later = {name: gradients.pop(name) for name in pending.touched.intersection(gradients)}
             with torch.no_grad():
-                torch._foreach_copy_([pending.views[name] for name in gradients], list(gradients.values()))
+                for apply, of in ((torch._foreach_copy_, gradients), (torch._foreach_add_, later)):
+                    if of:
+                        apply([pending.views[name] for name in of], list(of.values()))
             pending.touched.update(gradients)
             self._touched.update(gradients)
 
@@ -652,6 +662,24 @@ class GradReduce(Passes):
             "checkpoints do so: give them use_reentrant=False. Or name the module around all uses of the unit in "
             "sharding.units"
         )
+
+
+class SmallGradients(Passes):
+    """Stages 0 and 1: between microbatches no gradient waits in `p.grad`, where a forward may clear it or hook it."""
+
+    def __init__(self, gradients: GradReduce) -> None:
+        # Layers of modules keep this for as long as the model lives.
+        self._gradients = weakref.ref(gradients)
+
+    @override
+    def microbatch_done(self, stage: int | None = None) -> None:
+        if (gradients := self._gradients()) is not None:
+            gradients.take_small()
+
+    @override
+    def end_pass(self, *, has_failed: bool = False) -> None:
+        if has_failed and (gradients := self._gradients()) is not None:
+            gradients.give_up()
 
 
 def _small(bucket: Bucket, most: int) -> list[str]:
