@@ -23,7 +23,7 @@ def small_limits(
     num_bytes: int | None = None, *, block_bytes: int | None = None, seconds: float | None = None
 ) -> Iterator[None]:
     """num_bytes: windows, rounds, chunks. block_bytes: what has a checksum. seconds: patience with slow storage."""
-    names = [each.name for each in pkgutil.iter_modules(checkpoint.__path__, "shardwise.checkpoint.")]
+    names = [each.name for each in pkgutil.walk_packages(checkpoint.__path__, "shardwise.checkpoint.")]
     # Users cannot set these sizes, and states that reach the real ones would make thousands of cases slow.
     with pytest.MonkeyPatch.context() as patch:
         for module in map(importlib.import_module, names):

@@ -12,6 +12,7 @@ Its argument is the descriptor of the socket at which it listens. Each process o
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -90,9 +91,8 @@ class _IdleRank:
             os._exit(0)
         order, standard = received
         order.take_up(standard)
-        launch: Any = importlib.import_module("shardwise.launchers.local")
         os.setpgid(0, 0)
-        launch._die_with_launcher()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with the launcher: the command in front of a rank does so
         ours.send(b"started")
         ours.close()
 
@@ -130,14 +130,16 @@ def _starts_from(idle: list[_IdleRank]) -> Callable[..., _IdleRank]:
     def started(
         command: Sequence[str], *, env: dict[str, str], stdin: int | None, stdout: int | None, **_: Any
     ) -> _IdleRank:
-        assert list(command[:3]) == [sys.executable, "-m", "shardwise.cli"]
+        # In front of the rank's own command stands one that lets it die with the launcher.
+        own = command[command.index("-m") - 1 :]
+        assert list(own[:3]) == [sys.executable, "-m", "shardwise.cli"]
         rank = idle.pop(0)
         if stdout is None:
-            rank.start(command[3:], env, (0, 1, 2))
+            rank.start(own[3:], env, (0, 1, 2))
             return rank
         read, write = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
-        rank.start(command[3:], env, (nothing, write, write))
+        rank.start(own[3:], env, (nothing, write, write))
         os.close(write)
         os.close(nothing)
         rank.stdout = open(read, errors="replace")  # noqa: SIM115, the launcher closes it
