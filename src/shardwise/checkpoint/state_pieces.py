@@ -201,8 +201,8 @@ def _problem(key: object, value: object) -> str | None:
     if not isinstance(key, str | Piece):
         return f"key {key!r} is a {type(key).__name__}; tensors are named by a string or a Piece"
     name = key if isinstance(key, str) else str(key)
-    if problem := unwritable(name):
-        return problem
+    if why := unwritable(name):
+        return why
     if not isinstance(value, torch.Tensor):
         return (
             f"{name!r} is a {type(value).__name__}, not a tensor; JSON values go into extra, and nested dicts have to "

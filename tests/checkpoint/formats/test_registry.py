@@ -134,6 +134,8 @@ def test_a_format_of_another_package_is_read_and_written(packages: Path, tmp_pat
         ("import nothing_that_is_there", "No module named"),
         ("FORMAT = 1", "it is no Format"),
         (PACKAGE.replace('name="raw"', 'name="dcp"'), "or has the name of another one"),
+        (PACKAGE.replace('"raw-files"', '"whole"'), "a target is called whole"),
+        (PACKAGE.replace('"raw-files"', '"hf"'), "a target is called hf"),
     ],
 )
 def test_a_broken_package_is_named_and_others_are_read(packages: Path, tmp_path: Path, code: str, why: str) -> None:

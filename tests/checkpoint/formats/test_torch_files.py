@@ -197,7 +197,7 @@ def test_a_name_that_no_save_can_have_is_refused_before_one_is_made_and_can_be_r
     torch.save({"w\ud800": torch.ones(2)}, tmp_path / "model.pt")
     for to in ("whole", "pieces", "deepspeed-universal"):
         with pytest.raises(CheckpointError, match=r"ud800' .*(rename it|by a rewrite)"):
-            checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", to=to)  # type: ignore[arg-type]
+            checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", to=to)
         assert not (tmp_path / "out").exists()
     checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", rewrite=sw.Rewrite('"w\ud800" -> w'))
     check_tensors(tmp_path / "out", {"w": torch.ones(2)})

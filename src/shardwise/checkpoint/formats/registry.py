@@ -65,6 +65,9 @@ def formats() -> tuple[Format, ...]:
             found = point.load()
             if not isinstance(found, Format) or found.name in {_OURS, *own, *others}:
                 raise TypeError("it is no Format, or has the name of another one")
+            known = {"pieces", "whole"}.union(*(each.targets for each in (*own.values(), *others.values())))
+            if taken := sorted(known & found.targets.keys()):
+                raise TypeError(f"a target is called {taken[0]}, as one of another format is")
             others[found.name] = found
         except Exception as error:  # whatever the other package does when it is imported
             of = "" if point.dist is None else f" of {point.dist.name}"
