@@ -234,6 +234,13 @@ def test_a_digest_tells_values_apart_and_not_strides() -> None:
     assert len(set(digests)) == len(digests)
 
 
+def test_a_digest_is_of_conjugate_and_negative_values_where_torch_has_not_computed_them_yet() -> None:
+    values = torch.complex(torch.arange(6.0), torch.arange(1.0, 7.0)).view(2, 3)
+    for each in (values.conj(), values.mT.conj(), values.conj().imag):
+        assert digest_of_values(each) == digest_of_values(each.resolve_conj().resolve_neg().clone())
+    assert digest_of_values(values.conj()) != digest_of_values(values)
+
+
 @pytest.mark.parametrize("refuses", [None, 1])
 def test_parts_travel_with_a_consent_and_not_with_a_refusal(refuses: int | None) -> None:
     def run(channel: sw.Channel) -> list[list[bytes]] | str:

@@ -29,5 +29,5 @@ def number_of(text: str) -> int:
 def digest_of_values(tensor: torch.Tensor) -> str:
     """The checksum of the row-major bytes of a tensor, in hexadecimal digits."""
     # Of the bytes, not of the values: NaNs and the sign of zero count.
-    flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().cpu().view(torch.uint8)
     return checksum(bytes_of(flat)).hex()
