@@ -161,8 +161,10 @@ def test_what_runs_because_of_an_error_makes_no_rank_wait(
         engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss, channel=channel)
         engine.step({"x": torch.ones(8, 7)})
 
+    before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="broken sample"):
         sw.simulate(2, run, timeout_seconds=60)
+    assert not [each.name for each in set(threading.enumerate()) - before if each.name == "forward"]
 
 
 def test_a_forward_that_has_failed_keeps_neither_the_model_nor_a_thread() -> None:
