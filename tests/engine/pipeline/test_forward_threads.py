@@ -1,7 +1,9 @@
 """Forwards that take turns, and forwards that end by an error: no rank waits for what does not come."""
 
+import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.engine.pipeline.forward_threads import ForwardThreads
 from tests.covering import covering
-from tests.engine.formed import several
+from tests.engine.formed import formed, one_after_another, several
 from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.pipeline_programs import Block
 from tests.oracle.program import plan_of
@@ -159,5 +161,40 @@ def test_what_runs_because_of_an_error_makes_no_rank_wait(
         engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss, channel=channel)
         engine.step({"x": torch.ones(8, 7)})
 
+    before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="broken sample"):
         sw.simulate(2, run, timeout_seconds=60)
+    assert not [each.name for each in set(threading.enumerate()) - before if each.name == "forward"]
+
+
+def test_a_forward_that_has_failed_keeps_neither_the_model_nor_a_thread() -> None:
+    """Its error has a traceback, whose tensors hold graphs that Python's collector does not see through."""
+    models: list[weakref.ref[nn.Module]] = []
+    before = set(threading.enumerate())
+
+    def stumbling(model: Any, input: torch.Tensor) -> torch.Tensor:
+        model.calls += 1
+        x = one_after_another(model.blocks, input)
+        if model.calls == 2:
+            raise RuntimeError("broken sample")
+        return x
+
+    def run(channel: sw.Channel) -> None:
+        model = formed(stumbling, blocks=several(lambda: nn.Linear(7, 7), 4), calls=lambda: 0)()
+        models.append(weakref.ref(model))
+        engine = sw.parallelize(
+            model,
+            sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=4), pipeline=sw.Pipeline(schedule="interleaved")),
+            optimizer=torch.optim.AdamW,
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        with contextlib.suppress(RuntimeError, sw.ShardwiseError):
+            engine.step({"input": torch.ones(8, 7)})
+
+    sw.simulate(2, run)
+    gc.collect()
+    assert [each() for each in models] == [None, None]
+    for each in set(threading.enumerate()) - before:
+        each.join(timeout=60)
+        assert not each.is_alive()

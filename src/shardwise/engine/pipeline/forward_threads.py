@@ -100,7 +100,10 @@ class ForwardThread:
         self._go.put(None)
         self._stop.get()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback holds this, and tensors whose graphs Python does not see
 
     def park(self) -> None:
         """Called in the forward: let the scheduler go on until it advances this one again."""

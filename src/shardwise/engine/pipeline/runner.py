@@ -185,6 +185,10 @@ class PipelineRunner:
             self._warn_of_reads(step.flows.values())
             if self._kinds is not None:
                 self._kinds.end()
+        except BaseException:
+            step.close()
+            self.threads.close()  # whoever keeps the error keeps this rank's engine, but no threads
+            raise
         finally:
             self._glue.flow = None
             # After an error too: parked forwards are threads that would wait forever, and graphs hold all
@@ -436,6 +440,7 @@ class TrainingStep:
             turn.abandon()
         for flow in self.flows.values():
             flow.close()
+        self._turns.clear()
 
     def _start(self, number: int) -> None:
         in_flight = sum(bool(each.graphs) for each in self.flows.values()) + 1

@@ -522,9 +522,10 @@ class GradReduce(Passes):
         if gradients:
             later = {name: gradients.pop(name) for name in pending.touched.intersection(gradients)}
             with torch.no_grad():
-                for apply, of in ((torch._foreach_copy_, gradients), (torch._foreach_add_, later)):
-                    if of:
-                        apply([pending.views[name] for name in of], list(of.values()))
+                if gradients:
+                    torch._foreach_copy_([pending.views[name] for name in gradients], list(gradients.values()))
+                if later:
+                    torch._foreach_add_([pending.views[name] for name in later], list(later.values()))
             pending.touched.update(gradients)
             self._touched.update(gradients)
 
