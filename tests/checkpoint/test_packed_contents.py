@@ -93,6 +93,6 @@ def test_other_bytes_are_refused_by_errors_that_ranks_expect_of_a_peer(seed: int
     for _ in range(300):
         changed = bytearray(packed)
         changed[numbers.randrange(len(changed))] ^= 1 << numbers.randrange(8)
-        given = [checksum(changed) + changed]
+        given = [checksum(bytes(changed)) + changed]
         with contextlib.suppress(PeerError):  # what is only another number is read
             understood(given, unpack_contents, purpose="contents")

@@ -174,7 +174,7 @@ def test_a_forward_that_has_failed_keeps_neither_the_model_nor_a_thread() -> Non
 
     def stumbling(model: Any, input: torch.Tensor) -> torch.Tensor:
         model.calls += 1
-        x = one_after_another(model.blocks, input)
+        x: torch.Tensor = one_after_another(model.blocks, input)
         if model.calls == 2:
             raise RuntimeError("broken sample")
         return x

@@ -140,7 +140,7 @@ def test_between_microbatches_no_gradient_waits_where_a_forward_may_clear_it_or_
 
     def trained(meddles: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         def run(channel: sw.Channel) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
             seen: list[torch.Tensor] = []
 
             def meddle(*_: object) -> None:
