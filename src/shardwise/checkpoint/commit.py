@@ -81,6 +81,11 @@ class Attempt:
         """Name of the file by which ranks find out whether they share the store: what rank 0 would report."""
         return self.report_file(0)
 
+    @property
+    def creation_file(self) -> str:
+        """Name of the file by which a store shows that it creates a name once: what no rank reports."""
+        return self.report_file(99_999)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -144,7 +149,7 @@ def begin(store: Store) -> Attempt:
     """
     attempt = place_in(store)
     if (check := getattr(store, "check_creation", None)) is not None:
-        name = attempt.folder + attempt.probe_file
+        name = attempt.folder + attempt.creation_file
         with storing(store, name, "created"):
             check(name)
     return attempt

@@ -42,7 +42,9 @@ class Collectors:
             if (handle := self._handles.pop(name, None)) is not None:
                 handle.remove()
         if len(self._handles) + len(quiet) < len(self._parameters):
-            for name in [each for each in self._parameters if each not in quiet and each not in self._handles]:
+            lacking = (each for each in self._parameters if each not in quiet and each not in self._handles)
+            # One that is frozen by now takes no hook, and gets no gradient.
+            for name in [each for each in lacking if self._parameters[each].requires_grad]:
                 self._handles[name] = self._put_on(name)
 
     def _is_behind(self, name: str) -> bool:
