@@ -1,5 +1,6 @@
 """Averages of checkpoints of any formats: the bits of a plain loop, and refusals with all differences at once."""
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +101,26 @@ def averaged(states: Sequence[State], **arguments: Any) -> Any:
             assert not (folder / "out").exists()
 
     return call
+
+
+@pytest.mark.parametrize("near", [(), (0,), (2, 4)], ids=str)
+def test_far_sources_are_read_in_turn_by_the_threads_of_one(tmp_path: Path, near: tuple[int, ...]) -> None:
+    threads: list[int] = []
+
+    class Far(checkpoint.LocalStore):
+        parallel_reads = 4
+
+        def open(self, name: str) -> Any:
+            threads.append(sum(each.name.startswith("shardwise-read") for each in threading.enumerate()))
+            return super().open(name)
+
+    states, sources = [state_of(seed) for seed in range(6)], []
+    for number, state in enumerate(states):
+        sw.save(tmp_path / f"{number}", state)
+        sources.append((checkpoint.LocalStore if number in near else Far)(tmp_path / f"{number}"))
+    checkpoint.average(sources, tmp_path / "mean", accumulate="float64")
+    assert same(tensors_of(tmp_path / "mean"), loop(states, [1.0] * 6, torch.float64))
+    assert 0 < max(threads) <= 2 * Far.parallel_reads, "what is copied, and what is compared before"
 
 
 def test_whole_numbers_may_come_from_the_first(tmp_path: Path) -> None:

@@ -315,7 +315,9 @@ class _AveragedOutputs(Outputs):
         return tuple(differing)
 
     def _unequal(self, tensors: Mapping[str, StoredTensor], at: int) -> list[str]:
-        readers = self.sides[0].reader(DataFiles(self.stores[0])), self.sides[at].reader(DataFiles(self.stores[at]))
+        files = DataFiles(self.stores[0])
+        others = DataFiles(self.stores[at], turns_with=files)
+        readers = self.sides[0].reader(files), self.sides[at].reader(others)
         pairs = [(each.whole, _in(self.sides[at], each.whole)) for each in tensors.values()]
         return [pairs[number][0].name for number in compared(pairs, readers[0].read, readers[1].read)]
 
@@ -325,9 +327,11 @@ class _MeanReader:
 
     def __init__(self, outputs: _AveragedOutputs, files: DataFiles, window: GrowingBuffer) -> None:
         self._outputs = outputs
-        # One window for all sources, and one batch: each is added before the next is read.
-        others = (DataFiles(store, files.buffers[0]) for store in outputs.stores[1:])
-        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, (files, *others), strict=True)]
+        # One window for all sources, and one memory to read into: each is added before the next is read.
+        of_sides = [files]
+        for store in outputs.stores[1:]:
+            of_sides.append(DataFiles(store, turns_with=of_sides[-1]))
+        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, of_sides, strict=True)]
         self._buffer = GrowingBuffer(WINDOW_BYTES)
 
     @property

@@ -303,7 +303,7 @@ class _SaveTask(threading.Thread):
 
     @property
     def complaint(self) -> str:
-        """What went wrong, for a program that no call has told of it."""
+        """What went wrong. It is printed where no call has raised it."""
         what = "older saves were not removed" if self._is_committed else "a save in the background was not made"
         return f"{what}: {self.refusal}"
 
@@ -393,7 +393,7 @@ class _SaveTask(threading.Thread):
         self._is_committed = True
         with contextlib.suppress(OSError):  # the next save removes them
             delete_all(self._store, self._awaited())
-        # Here, and not in `wait`: with many ranks it takes a while, and training goes on.
+        # In this thread and not in `wait`: with many ranks it takes a while, and training continues.
         self._retention.apply(self._store, saves)
 
     def _reports(self, again: Callable[[], bool]) -> list[dict[str, str]]:

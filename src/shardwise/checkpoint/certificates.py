@@ -147,7 +147,7 @@ class Certificate:
             "proves": self.proves,
         }
         rows = [
-            # What was lost is said of those tensors of which something was, and errors of those that were measured.
+            # A row has a loss only where its tensor lost something, and errors only where they were measured.
             {key: value for key, value in asdict(each).items() if key not in _LOSSES or value not in ("", None)}
             for each in self.tensors
         ]
@@ -305,7 +305,8 @@ class _RoundTrip:
     ) -> dict[str, Elements]:
         """How some tensors, or what `changed` makes of their elements, differ from what came back of them."""
         wholes = [self.sent.tensors[name].whole for name in names]
-        sent, back = self.sent.reader(DataFiles(self.source)), self.back.reader(DataFiles(self.store))
+        files = DataFiles(self.source)
+        sent, back = self.sent.reader(files), self.back.reader(DataFiles(self.store, turns_with=files))
         different = compared(
             [(whole, replace(whole, name=self._found(whole.name))) for whole in wholes],
             lambda pieces: list(map(changed, sent.read(pieces))),

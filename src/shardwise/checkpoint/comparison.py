@@ -39,7 +39,7 @@ def compared(
     """How the elements of pairs differ, by the number of the pair, counted in the whole pieces.
 
     Pieces of a pair have equally many elements; `a` reads the first ones, and `b`, maybe the same reader, the others.
-    is_mine: which parts of which pairs are looked at, by their numbers; a part fits into a window.
+    is_mine: whether a part of a pair is compared here, by their numbers. Each part fits into a window.
     passed: takes the bytes of `a` in each window.
     """
     found: dict[int, Elements] = {}

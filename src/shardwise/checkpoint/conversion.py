@@ -55,9 +55,9 @@ from shardwise.rewrite.spelling import quoted
 from shardwise.rewrite.verbs.quantise import QUANTISED
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
-"""A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
-Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from. Formats of other packages add
-their own: see `formats.registry`.
+"""A save of ours that keeps the pieces of the source, a save of whole tensors, or a folder of another format: files of
+Hugging Face, or a checkpoint from which torch.distributed.checkpoint, torchtitan, DeepSpeed or Megatron continues.
+Formats of other packages add their own: see `formats.registry`.
 """
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -143,8 +143,8 @@ def diff(
 
     def compared(*contents: Contents) -> Difference:
         files = DataFiles(stores[0])
-        # Sides are read one after the other.
-        return _difference((files, DataFiles(stores[1], files.buffers[0])), contents, model_only, progress)
+        others = DataFiles(stores[1], turns_with=files)
+        return _difference((files, others), contents, model_only, progress)
 
     # Nested: where B is removed meanwhile only B is read anew, and where A is, both are.
     return with_contents(

@@ -108,19 +108,22 @@ class DataFiles:
     `close` or until nobody has this any more.
     """
 
-    def __init__(self, store: Store, buffer: GrowingBuffer | None = None) -> None:
-        """buffer: memory for a batch, shared with others that read when this does not."""
+    def __init__(self, store: Store, *, turns_with: "DataFiles | None" = None) -> None:
+        """turns_with: files of another store, which never read while these do; both have one memory and its threads."""
         self.store = store
         self.num_ahead = store.parallel_reads if store.parallel_reads > 1 else 0
         """So many requests are begun before what they bring is needed; 0 where they cost no waiting."""
-        self.buffers = [buffer or GrowingBuffer(), *(GrowingBuffer() for _ in range(self.num_ahead))]
+        self._turns_with = turns_with  # its threads end with it
+        self.buffers = [] if turns_with is None else turns_with.buffers
         """Memory for the batch in use, and for those that are read meanwhile."""
+        self.buffers += [GrowingBuffer() for _ in range(self.num_ahead + 1 - len(self.buffers))]
         self._files: dict[str, _PooledFile] = {}
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
-        if self.num_ahead:
-            self._threads = ThreadPoolExecutor(self.num_ahead, thread_name_prefix="shardwise-read")
-        self.close = weakref.finalize(self, _close, self._files, self._threads)
+        self._threads = None if turns_with is None else turns_with._threads
+        own: ThreadPoolExecutor | None = None
+        if self.num_ahead and self._threads is None:
+            self._threads = own = ThreadPoolExecutor(self.num_ahead, thread_name_prefix="shardwise-read")
+        self.close = weakref.finalize(self, _close, self._files, own)
         """Give back the files and the threads."""
 
     @contextlib.contextmanager
@@ -148,14 +151,14 @@ class DataFiles:
 
     def begin(self, acts: Iterable[Callable[[], T]]) -> "list[Future[T]] | None":
         """Begin acts that read; None where each is best done when what it brings is needed."""
-        return None if self._threads is None else [self._threads.submit(act) for act in acts]
+        return [self._threads.submit(act) for act in acts] if self._threads and self.num_ahead else None
 
     def in_order(self, acts: Iterable[Callable[[], T]]) -> Iterator[T]:
         """What acts bring that read, in their order; as many are under way as the store takes."""
         ahead: deque[Future[T]] = deque()
         try:
             for act in acts:
-                if self._threads is None:
+                if self._threads is None or not self.num_ahead:
                     yield act()
                     continue
                 ahead.append(self._threads.submit(act))
@@ -259,7 +262,7 @@ class BatchReader:
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[BegunRead]:
         """Batches that are begun ahead. Each is to be finished, and used up, before the next is asked for."""
-        buffers = self._files.buffers
+        buffers = self._files.buffers[: self._files.num_ahead + 1]  # files that these take turns with may have more
         ahead: deque[BegunRead] = deque()
         for number, batch in enumerate(batches):
             ahead.append(self._begin(batch, buffers[number % len(buffers)]))

@@ -4,7 +4,7 @@ a store -> registry: which format -> its `read` -> Contents     outputs -> its t
 
 format                             what each is: recognise, read, write
 huggingface dcp deepspeed megatron torch_save gguf     one file or folder each, which can be taken away
-torch_files                        files of `torch.save`: archives and pickles, of which nothing is run
+torch_files                        files of `torch.save`: archives and pickles, whose code never runs
 state_dicts optimizer_states       the model's names for what such a file holds
 found_tensors optimizer_settings   the same for flat vectors and groups of other programs
 strided numbered_files shard_index saved_boxes newest_save     what several formats share

@@ -11,8 +11,8 @@
     one file *.gguf                               `gguf`: a model of llama.cpp, without quantised tensors
     anything else                                 refused, in words that name the program that made it: see `unread`
 
-Formats are known by names of files alone: listing is cheap on every store, and nothing unknown is opened. Those of
-other packages are entry points of the group `shardwise.formats`, each of which names a `Format`. They are found when a
+Names of files alone tell the format: listing is cheap on every store, and nothing unknown is opened. Another package
+adds a format by an entry point of the group `shardwise.formats`, which names a `Format`. Entry points are read when a
 checkpoint is none of ours.
 """
 

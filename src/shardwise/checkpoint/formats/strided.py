@@ -80,7 +80,7 @@ def stored_tensor(name: str, file: str, place: TensorPlace) -> StoredTensor:
 
 
 def stand_ins(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorPlace]:
-    """For each tensor what stands for it in a nested value: its number in the place of bytes of a file."""
+    """A place for each tensor in a nested value: with its number where a place in a file has the first byte."""
     return {
         name: TensorPlace(dtype=each.dtype, shape=each.shape, strides=row_major_strides(each.shape), start=number)
         for number, (name, each) in enumerate(tensors.items())

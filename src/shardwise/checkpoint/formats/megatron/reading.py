@@ -144,7 +144,7 @@ def _check_backend(store: Store, folder: str) -> None:
 
 
 def _common(store: Store, folder: str) -> tuple[dict[Any, Any], MegatronOptimizer, int]:
-    """What all ranks had alike, what it says of the optimizer, and the bytes of its file."""
+    """The values that all ranks shared, their settings of the optimizer, and the bytes of the file."""
     with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
         values = read_dict(opened, "which Megatron writes")
         return values, MegatronOptimizer.of(values, arguments_of(values), opened), opened.size
