@@ -114,12 +114,12 @@ class DataFiles:
         self.num_ahead = store.parallel_reads if store.parallel_reads > 1 else 0
         """So many requests are begun before what they bring is needed; 0 where they cost no waiting."""
         self._turns_with = turns_with  # its threads end with it
-        self.buffers = [] if turns_with is None else turns_with.buffers
+        self.buffers: list[GrowingBuffer] = [] if turns_with is None else turns_with.buffers
         """Memory for the batch in use, and for those that are read meanwhile."""
         self.buffers += [GrowingBuffer() for _ in range(self.num_ahead + 1 - len(self.buffers))]
         self._files: dict[str, _PooledFile] = {}
         self._lock = threading.Lock()
-        self._threads = None if turns_with is None else turns_with._threads
+        self._threads: ThreadPoolExecutor | None = None if turns_with is None else turns_with._threads
         own: ThreadPoolExecutor | None = None
         if self.num_ahead and self._threads is None:
             self._threads = own = ThreadPoolExecutor(self.num_ahead, thread_name_prefix="shardwise-read")
