@@ -57,10 +57,15 @@ def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
     assert made[-1] == (True, False)
 
 
+def forwards_but(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads of forwards that have begun since; those of other tests may end at any time."""
+    return [each for each in threading.enumerate() if each.name == "forward" and each not in before]
+
+
 def test_an_abandoned_forward_unwinds_and_its_thread_takes_the_next_one() -> None:
     """Also one that never began, and one that would park again."""
     ended: list[str] = []
-    before = threading.active_count()
+    before = set(threading.enumerate())
     threads = ForwardThreads(CPU)
 
     def body() -> None:
@@ -80,11 +85,11 @@ def test_an_abandoned_forward_unwinds_and_its_thread_takes_the_next_one() -> Non
     for _ in range(2):
         threads.begin(lambda: ended.append("next")).advance()
     assert ended == ["outer", "next", "next"]
-    assert threading.active_count() == before + 2
+    assert len(forwards_but(before)) == 2
     threads.close()
-    assert threading.active_count() == before
+    assert not forwards_but(before)
     threads.begin(lambda: None).advance()
-    (idle,) = [each for each in threading.enumerate() if each.name == "forward"]
+    (idle,) = forwards_but(before)
     del threads
     gc.collect()
     idle.join(timeout=60)
@@ -164,7 +169,9 @@ def test_what_runs_because_of_an_error_makes_no_rank_wait(
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="broken sample"):
         sw.simulate(2, run, timeout_seconds=60)
-    assert not [each.name for each in set(threading.enumerate()) - before if each.name == "forward"]
+    for each in forwards_but(before):
+        each.join(timeout=60)
+        assert not each.is_alive()
 
 
 def test_a_forward_that_has_failed_keeps_neither_the_model_nor_a_thread() -> None:
