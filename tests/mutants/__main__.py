@@ -9,6 +9,9 @@ first, those of its room before others, quick ones before slow ones. Then come t
 nobody notes lines. It stops at the first failure. Which tests run a line comes from one run of all tests without a
 mutant (`--record`, kept in build/mutants.json). A mutant is found by a test that fails or exceeds a time limit, and
 passes in a fork without the mutant.
+
+Without `--record` the test that found a mutant last (benchmarks/results/mutants.md) has the first try: all others are
+asked only about what it does not find any more.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import resource
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,10 +35,12 @@ from tests.mutants.trees import Tree
 from tests.tiers import function_of, recorded, slow_tests
 
 _RECORD = ROOT / "build" / "mutants.json"
+_LAST = ROOT / "benchmarks" / "results" / "mutants.md"
 _LEAST_OF_QUICK = 0.95
 _NEAREST_FILES = 8
 _IN_PROCESSES = ("tests/processes/", "tests/testing/", "tests/cli/")
 
+_FOUND = re.compile(r"^- (\S+) .*? s  found by (tests/.*?)(?: \(slow\))?(?: \(time limit\))?$", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -109,6 +114,22 @@ def known() -> Record | None:
     return Record(**json.loads(_RECORD.read_text(encoding="utf-8"))) if _RECORD.exists() else None
 
 
+def last_finders(*, tier: str) -> dict[str, str]:
+    """The tests that found the mutants last, by the mutants' names."""
+    slow = slow_tests() if tier == "quick" else frozenset()
+    found = _FOUND.findall(_LAST.read_text(encoding="utf-8"))
+    return {
+        name: test
+        for name, test in found
+        if function_of(test) not in slow and (ROOT / test.partition("::")[0]).exists()
+    }
+
+
+def order_again(mutant: Mutant, finder: str) -> Order:
+    """Only the test that found it last."""
+    return Order(name=mutant.name, file=str(mutant.path), text=_changed(mutant), batches=[[finder]])
+
+
 def order_of(mutant: Mutant, made: Record, *, tier: str, near: bool) -> Order:
     """The tests that run the changed line, those of a few near files first; then, unless `near`, those in processes."""
     slow = slow_tests()
@@ -139,9 +160,13 @@ def order_of(mutant: Mutant, made: Record, *, tier: str, near: bool) -> Order:
     return Order(
         name=mutant.name,
         file=str(mutant.path),
-        text=mutant.applied((ROOT / mutant.path).read_text(encoding="utf-8")),
+        text=_changed(mutant),
         batches=[each for each in (batches[:1] if near else batches) if each],
     )
+
+
+def _changed(mutant: Mutant) -> str:
+    return mutant.applied((ROOT / mutant.path).read_text(encoding="utf-8"))
 
 
 def answers(orders: Sequence[Order], tree: Tree, folder: Path, *arguments: str) -> Iterator[Answer]:
@@ -166,22 +191,28 @@ def answers(orders: Sequence[Order], tree: Tree, folder: Path, *arguments: str) 
         sys.exit(f"pytest has ended early:\n{output.read_text(encoding='utf-8', errors='replace')[-4000:]}")
 
 
-def run_all(chosen: Sequence[Mutant], made: Record, folder: Path, jobs: int, *, tier: str, near: bool) -> list[Finding]:
-    """Try all mutants out; prints each when it is done."""
+def run_all(
+    chosen: Sequence[Mutant], order_for: Callable[[Mutant], Order], folder: Path, jobs: int, *, is_last: bool
+) -> dict[str, Finding]:
+    """Try all mutants out; prints each when it is done. What is not found counts only where no other try follows."""
     found: dict[str, Finding] = {}
+    folder.mkdir()
     of_name = {each.name: each for each in chosen}
 
     def work(number: int) -> None:
         own = folder / str(number)
         own.mkdir()
         tree = Tree(own / "tree")
-        orders = [order_of(each, made, tier=tier, near=near) for each in chosen[number::jobs]]
+        orders = [order_for(each) for each in chosen[number::jobs]]
         files = {test.partition("::")[0] for order in orders for batch in order.batches for test in batch}
         for answer in answers(orders, tree, own, "-m", "not stress", *sorted(files)):
             note(answer)
 
     def note(answer: Answer) -> None:
         mutant = of_name[answer.name]
+        if not answer.test and not is_last:
+            print(f"    {mutant.name} is not found by what found it last", flush=True)
+            return
         found[answer.name] = Finding(
             mutant=mutant, seconds=answer.seconds, test=answer.test, is_timeout=answer.is_timeout
         )
@@ -191,7 +222,7 @@ def run_all(chosen: Sequence[Mutant], made: Record, folder: Path, jobs: int, *, 
 
     with ThreadPoolExecutor(jobs) as threads:
         list(threads.map(work, range(min(jobs, len(chosen)))))
-    return [found[each.name] for each in chosen]
+    return found
 
 
 def table(found: Sequence[Finding], command: str, cpu_seconds: float) -> str:
@@ -241,9 +272,21 @@ def main() -> None:
         parser.error(f"there is no mutant {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
-        made = None if arguments.record else known()
-        made = made or record(listed, folder, arguments.jobs)
-        found = run_all(chosen, made, folder, arguments.jobs, tier=arguments.tier, near=arguments.near)
+        finders = {} if arguments.record else last_finders(tier=arguments.tier)
+        again = [each for each in chosen if each.name in finders]
+        by_name = run_all(
+            again, lambda each: order_again(each, finders[each.name]), folder / "again", arguments.jobs, is_last=False
+        )
+        if left := [each for each in chosen if each.name not in by_name]:
+            made = (None if arguments.record else known()) or record(listed, folder, arguments.jobs)
+            by_name |= run_all(
+                left,
+                lambda each: order_of(each, made, tier=arguments.tier, near=arguments.near),
+                folder / "all",
+                arguments.jobs,
+                is_last=True,
+            )
+        found = [by_name[each.name] for each in chosen]
     command = " ".join(["python -m tests.mutants", *sys.argv[1:]])
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     text = table(found, command, used.ru_utime + used.ru_stime)
