@@ -29,7 +29,7 @@ from shardwise.rewrite.metas import KEPT_FILL, needed_casts
 from shardwise.rewrite.strided_views import fill_of, scales_of
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
-from shardwise.space.pieces import blocks_of
+from shardwise.space.pieces import blocks_of, known_piece
 
 # What a rewrite has to know of tensors
 
@@ -145,14 +145,7 @@ def _places(
         # Padding is as if it were a box of a tensor of its own.
         is_padding = fill_of(fragment.other) is not None
         meta = TensorMeta(fragment.shape, fragment.dtypes[0]) if is_padding else others[fragment.other]
-        return Piece(
-            name=fragment.other,
-            dtype=meta.dtype,
-            global_shape=meta.shape,
-            offset=fragment.offset,
-            shape=fragment.shape,
-            run=run,
-        )
+        return known_piece(fragment.other, meta.dtype, meta.shape, fragment.offset, fragment.shape, run)
 
     if not piece.num_elements:
         return []
