@@ -57,6 +57,9 @@ from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
+_AT_ONCE_BYTES = 1 << 20
+"""What all ranks say of the target goes in one exchange where it is no more than this."""
+
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
 
@@ -324,7 +327,7 @@ def _live(channel: Channel, state: State) -> tuple[dict[str, TensorMeta], bool]:
     They say what placeholders of a rewrite stand for, and how tensors are cut. Raises the same error on all ranks.
     """
     purpose = "tensors of the target of a rewrite"
-    with Gathering(purpose).agreed(channel) as gathered:
+    with Gathering(purpose, at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
         held = hold(state, what="the target")
         gathered.own, gathered.value = facts_of(state, held), bytes([bool(held.settings.get("optimizers"))])
     facts = RankFacts.of(*gathered.texts, purpose=purpose)
@@ -391,7 +394,7 @@ def _settle(
         with agreed(channel, purpose="order of the target's optimizers"):
             ordered = as_numbered(contents, state.numbering(), notes)
     contents = ordered.contents
-    with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
+    with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
         held, restoration = _target(state, contents)
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
