@@ -9,18 +9,18 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
-from shardwise.checkpoint.contents import Contents, StoredTensor, model_name_of_master, without_followers
+from shardwise.checkpoint.contents import Contents, Place, StoredTensor, model_name_of_master, without_followers
 from shardwise.checkpoint.holdings import RankFacts, facts_of
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
-from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
+from shardwise.checkpoint.matching import Match, match, prefix_hint, twin_pairs, untied
+from shardwise.checkpoint.numbered_state import as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
@@ -40,22 +40,22 @@ from shardwise.checkpoint.states import (
 )
 from shardwise.checkpoint.stores import Address
 from shardwise.checkpoint.windows import (
-    PaddingTarget,
     ReadTarget,
     pieces_of_scales,
-    targets_of,
+    targets_at,
     targets_of_scales,
 )
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
+from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
+from shardwise.space.pieces import tensor_of
 
 _AT_ONCE_BYTES = 1 << 20
 """What all ranks say of the target goes in one exchange where it is no more than this."""
@@ -184,7 +184,7 @@ def _loaded(
     see: Callable[[Contents], Contents],
 ) -> Loaded:
     for attempt in range(1, ATTEMPTS + 1):
-        given = partial(_in_words, options, step, data)
+        given = partial(_said, state, options, step, data)
         source = agree_on_source(used, path, step=step, shared=options.shared, options=given)
         source = replace(source, contents=see(source.contents))
         try:
@@ -230,6 +230,19 @@ def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], sour
     return cursor
 
 
+_TARGET = "tensors of the target of a rewrite"
+
+
+def _said(state: State, options: _Options, step: int | None, data: SomeData | None) -> tuple[str, bytes]:
+    """What a call of `load` asks for, the same on all ranks, and what a rewrite has to know of this rank's target."""
+    words = _in_words(options, step, data)
+    if options.rewrite is None:
+        return words, b""
+    held = hold(state, what="the target")
+    facts = [each.decode() for each in facts_of(state, held)]
+    return words, json.dumps([*facts, bool(held.settings.get("optimizers"))]).encode()
+
+
 def _in_words(options: _Options, step: int | None, data: SomeData | None) -> str:
     """What a call of `load` asks for, the same on all ranks. Raises CheckpointError for options that cannot be."""
     flags: dict[str, object] = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
@@ -256,10 +269,10 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
     if options.rewrite is not None:
-        live, takes_state = _live(channel, state)
+        live, takes_state = _live(source.words)
         contents = rewritten_for_load(contents, options.rewrite, live, takes_state=takes_state)
     held, restoration, wanted, found = _settle(channel, state, contents, options)
-    rounds, padding = _located(channel.rank, contents, held, wanted, found)
+    rounds, paddings = _located(channel.rank, contents, held, wanted, found)
     verify = bool(options.verify) and contents.verifiable
     in_files = contents.stored.tensors
     stored = [[piece for name in each.names for piece in in_files[name].pieces] for each in rounds]
@@ -301,8 +314,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
             # After the reads: damage leaves the target as it was, where it does.
-            for each in padding:
-                each.fill()
+            for pad in paddings:
+                pad()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
@@ -321,20 +334,19 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     return restoration, report
 
 
-def _live(channel: Channel, state: State) -> tuple[dict[str, TensorMeta], bool]:
-    """The tensors of the target on all ranks, and whether it takes over the state of optimizers.
+def _live(words: Sequence[bytes]) -> tuple[dict[str, TensorMeta], bool]:
+    """The tensors of the target on all ranks, and whether it takes over the state of optimizers, as ranks have said.
 
-    They say what placeholders of a rewrite stand for, and how tensors are cut. Raises the same error on all ranks.
+    They tell what placeholders of a rewrite stand for, and how tensors are cut.
     """
-    purpose = "tensors of the target of a rewrite"
-    with Gathering(purpose, at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
-        held = hold(state, what="the target")
-        gathered.own, gathered.value = facts_of(state, held), bytes([bool(held.settings.get("optimizers"))])
-    facts = RankFacts.of(*gathered.texts, purpose=purpose)
-    pieces_of = unpack_alike(facts.pieces, gathered.own[0], list(held.tensors))
-    metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=ranks_along_tp(facts.layout))
+    said = understood(words, cache(json_as(tuple[str, str, bool])), purpose=_TARGET)
+    texts, known, takes_state = zip(*said, strict=True)
+    pieces, packed = ([each.encode() for each in given] for given in (texts, known))
+    facts = RankFacts.of(pieces, packed, purpose=_TARGET)
+    every = chain.from_iterable(understood_once(pieces, unpack_pieces, purpose=_TARGET))
+    metas = metas_of_pieces(every, num_ranks=ranks_along_tp(facts.layout))
     tied = {alias: metas[name] for ties in facts.ties for alias, name in ties.items() if name in metas}
-    return {**metas, **tied}, b"\1" in gathered.values
+    return {**metas, **tied}, any(takes_state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,27 +366,25 @@ class _Reads:
 
 def _located(
     rank: int, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
-) -> tuple[list[_Reads], list[PaddingTarget]]:
+) -> tuple[list[_Reads], list[Callable[[], None]]]:
     """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
 
-    def name_of(piece: Piece) -> str:
-        return found.source[WantedTensor.of(piece)]
+    def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
+        return [contents.places(piece, found.source[tensor_of(piece)]) for piece in pieces]
 
     # Ranks that want the same have one list.
-    known = {id(each): [each for piece in each for each in contents.places(piece, name_of(piece))] for each in wanted}
-    places = [known[id(each)] for each in wanted]
-    made = [
-        target
-        for piece in wanted[rank]
-        for target in targets_of(contents, piece, held.tensors[piece], name_of(piece), keeps=True)
-    ]
-    targets = [each for each in made if isinstance(each, ReadTarget)]
-    padding = [each for each in made if isinstance(each, PaddingTarget)]
+    known = {id(each): placed(each) for each in wanted}
+    places = [list(chain.from_iterable(known[id(each)])) for each in wanted]
+    targets, paddings = list[ReadTarget](), list[Callable[[], None]]()
+    for piece, each in zip(wanted[rank], known[id(wanted[rank])], strict=True):
+        takers, pads = targets_at(contents, each, held.tensors[piece], piece.dtype, keeps=True)
+        targets += takers
+        paddings += pads
     elements = [[place.piece for place in each if place.fill is None] for each in places]
     scales = [pieces_of_scales(contents, each) for each in places]
     # Scales before the elements that are multiplied by them.
     before = [_Reads(sources=scales, targets=targets_of_scales(targets))] if any(scales) else []
-    return [*before, _Reads(sources=elements, targets=targets)], padding
+    return [*before, _Reads(sources=elements, targets=targets)], paddings
 
 
 _facts_in = json_as(tuple[dict[str, str], list[str]])
@@ -388,13 +398,12 @@ def _settle(
 
     Raises the same error on all ranks.
     """
-    effects, notes = contents.effects, contents.notes
-    ordered = OrderedState(contents=contents, notes=notes)
-    if isinstance(state, Numbering) and not options.weights_alone and is_unsettled(contents):
-        with agreed(channel, purpose="order of the target's optimizers"):
-            ordered = as_numbered(contents, state.numbering(), notes)
-    contents = ordered.contents
+    effects = contents.effects
+    waits_for_order = is_unsettled(contents) and not options.weights_alone
     with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+        orders = state.numbering() if waits_for_order and isinstance(state, Numbering) else ()
+        ordered = as_numbered(contents, orders)
+        contents = ordered.contents
         held, restoration = _target(state, contents)
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
@@ -408,7 +417,7 @@ def _settle(
     texts, known_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
-    kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
+    kinds = dict.fromkeys(tensor_of(piece) for pieces in pieces_of.values() for piece in pieces)
     ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     placed = {kind.name for kind in kinds} | aliases.keys()
@@ -454,7 +463,7 @@ def _settle(
     found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
     found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
     present = {
-        text: [piece for piece in pieces if piece.num_elements and WantedTensor.of(piece) in found.source]
+        text: [piece for piece in pieces if piece.num_elements and tensor_of(piece) in found.source]
         for text, pieces in pieces_of.items()
     }
     return held, restoration, [present[text] for text in texts], found

@@ -23,26 +23,12 @@ from shardwise.rewrite.statements import Name, Rest, TextPlace
 from shardwise.space import Piece
 
 
-@dataclass(frozen=True, slots=True)
-class WantedTensor:
-    """A tensor that some rank wants, whole or in part."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, piece: Piece) -> "WantedTensor":
-        """The tensor of a piece."""
-        return cls(piece.name, piece.dtype, piece.global_shape)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """Where everything that is wanted comes from, and all that does not fit, in words."""
 
-    source: dict[WantedTensor, str] = field(default_factory=dict)
-    """The stored tensor from which a wanted one is read. What is missing is not in it."""
+    source: dict[Piece, str] = field(default_factory=dict)
+    """For each wanted tensor, as one piece, the stored one from which it is read. What is missing is not in it."""
     missing: list[str] = field(default_factory=list)
     """Wanted, and not stored."""
     unexpected: list[str] = field(default_factory=list)
@@ -59,7 +45,7 @@ class Match:
 
 
 def match(
-    wanted: Iterable[WantedTensor],
+    wanted: Iterable[Piece],
     contents: Contents,
     *,
     aliases: Mapping[str, str],
@@ -127,7 +113,7 @@ def match(
     return result
 
 
-def prefix_hint(wanted: Iterable[WantedTensor], contents: Contents, found: Match) -> str:
+def prefix_hint(wanted: Iterable[Piece], contents: Contents, found: Match) -> str:
     """Say which statement gives all that is missing its name, if names differ by what they begin with; else ""."""
     shapes = {kind.name: kind.shape for kind in wanted if kind not in found.source and not is_state_name(kind.name)}
     used = {*found.source.values()}

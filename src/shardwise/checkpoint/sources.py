@@ -93,22 +93,25 @@ class Source:
     """What it holds, the same on all ranks."""
     readers: frozenset[int]
     """The ranks that see its files."""
+    words: Sequence[bytes]
+    """What each rank said besides."""
 
 
 def agree_on_source(
-    channel: Channel, path: Address, *, step: int | None, shared: bool, options: Callable[[], str]
+    channel: Channel, path: Address, *, step: int | None, shared: bool, options: Callable[[], tuple[str, bytes]]
 ) -> Source:
     """The checkpoint at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
-    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks.
+    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks,
+    and what the others have to know besides.
     Raises the same error on all ranks: CheckpointError when none finds one, MismatchError for different options.
     """
     contents: Contents | None = None
     refusal: ShardwiseError | None = None
     purpose = "options of a load, and the checkpoint"
     with agreed(channel, purpose=purpose, num_parts=2) as agreement:
-        given = options()
+        given, agreement.value = options()
         store = store_of(path)
         # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also
         # makes all see the same save, where a new one appears meanwhile.
@@ -140,7 +143,7 @@ def agree_on_source(
         answers = channel.exchange(mine, purpose="contents of the checkpoint")
     if contents is None or channel.rank != first:
         contents = _understood(answers, first)
-    return Source(store=store, contents=contents, readers=readers)
+    return Source(store=store, contents=contents, readers=readers, words=agreement.values)
 
 
 def _readers(

@@ -41,6 +41,7 @@ from shardwise.moving.copies import parts_of
 from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Move, Piece
+from shardwise.space.pieces import tensor_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +186,7 @@ class _Collection:
             self.problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
         # A tensor without elements has no part that one rank could have alone: every rank holds it whole.
         elif not math.prod(piece.global_shape):
-            whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
-            self.tensors[whole] = tensor.detach().reshape(piece.global_shape)
+            self.tensors[tensor_of(piece)] = tensor.detach().reshape(piece.global_shape)
         elif piece in self.tensors:
             self.problems.append(f"{piece} is given twice")
         elif tensor.numel():

@@ -32,6 +32,7 @@ from shardwise.routes.holders import holders_by_tensor, shared_pieces
 from shardwise.routes.reshard import plan_reshard
 from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
+from shardwise.space.pieces import tensor_of
 
 _DIGEST_BYTES = 16
 
@@ -173,7 +174,7 @@ def tensors_in(texts: Sequence[bytes]) -> dict[str, Piece]:
 
     def parse(text: bytes) -> dict[str, Piece]:
         held = {each.name: each for each in unpack_pieces(text)}
-        return {name: Piece(name=name, dtype=each.dtype, global_shape=each.global_shape) for name, each in held.items()}
+        return {name: tensor_of(each) for name, each in held.items()}
 
     tables = understood_once(texts, parse, purpose=PIECES)  # replicas hold the same
     return dict(chain.from_iterable(table.items() for table in tables))
