@@ -25,7 +25,7 @@ from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
 from shardwise.checkpoint.rewritten import metas_of_pieces, ranks_along_tp, rewritten_for_load
-from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
+from shardwise.checkpoint.sources import Source, agree_on_source, was_removed, with_newest
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import (
     CURSOR_KEY,
@@ -183,30 +183,27 @@ def _loaded(
     data: SomeData | None,
     see: Callable[[Contents], Contents],
 ) -> Loaded:
-    for attempt in range(1, ATTEMPTS + 1):
+    def find() -> Source:
         given = partial(_said, state, options, step, data)
         source = agree_on_source(used, path, step=step, shared=options.shared, options=given)
-        source = replace(source, contents=see(source.contents))
-        try:
-            # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
-            extra = unpacked(source.contents.extra)
-            cursor = None if data is None else _cursor_for(used, data, extra, source)
-            restoration, report = _read(used, source, state, options)
-        except CheckpointError:  # on all ranks
-            # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is there.
-            if attempt == ATTEMPTS or not _was_removed(used, source):
-                raise
-        else:
-            # All ranks are here together, after the last read: what an engine does there may take all of them.
-            if restoration is not None:
-                with torch.no_grad():
-                    restoration.finish()
-            loaded = Loaded(extra, report)
-            if data is not None and cursor is not None:
-                positioned(data).resume(cursor)
-                del loaded[CURSOR_KEY]
-            return loaded
-    raise AssertionError("the last attempt returns or raises")
+        return replace(source, contents=see(source.contents))
+
+    def read(source: Source) -> tuple[Loaded, Restoration | None, Mapping[str, Any] | None]:
+        # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
+        extra = unpacked(source.contents.extra)
+        cursor = None if data is None else _cursor_for(used, data, extra, source)
+        restoration, report = _read(used, source, state, options)
+        return Loaded(extra, report), restoration, cursor
+
+    loaded, restoration, cursor = with_newest(find, read, partial(_was_removed, used))
+    # All ranks are here together, after the last read: what an engine does there may take all of them.
+    if restoration is not None:
+        with torch.no_grad():
+            restoration.finish()
+    if data is not None and cursor is not None:
+        positioned(data).resume(cursor)
+        del loaded[CURSOR_KEY]
+    return loaded
 
 
 def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
