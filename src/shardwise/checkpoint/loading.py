@@ -367,7 +367,7 @@ def _located(
     """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
 
     def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
-        return [contents.places(piece, found.source[tensor_of(piece)]) for piece in pieces]
+        return [contents.places(piece, found.source[piece.name, piece.dtype]) for piece in pieces]
 
     # Ranks that want the same have one list.
     known = {id(each): placed(each) for each in wanted}
@@ -414,11 +414,12 @@ def _settle(
     texts, known_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
-    kinds = dict.fromkeys(tensor_of(piece) for pieces in pieces_of.values() for piece in pieces)
+    some = {(each.name, each.dtype, each.global_shape): each for pieces in pieces_of.values() for each in pieces}
+    kinds = [tensor_of(piece) for piece in some.values()]
     ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     placed = {kind.name for kind in kinds} | aliases.keys()
-    kinds = {kind: None for kind in kinds if not effects.keeps(kind.name)}
+    kinds = [kind for kind in kinds if not effects.keeps(kind.name)]
     accounted = frozenset[str]().union(*names_of)
     found = match(kinds, contents, aliases=aliases, accounted=accounted)
     found.unexpected.extend(
@@ -450,7 +451,7 @@ def _settle(
         )
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend([*ordered.findings, *unfit])
-    lacking = {kind.name for kind in kinds if kind not in found.source}
+    lacking = {kind.name for kind in kinds if (kind.name, kind.dtype) not in found.source}
     kept = sorted({model_name_of_master(name) or name for name in lacking} - {n for n in lacking if is_state_name(n)})
     if kept and isinstance(state, Restorable):
         # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
@@ -460,7 +461,7 @@ def _settle(
     found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
     found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
     present = {
-        text: [piece for piece in pieces if piece.num_elements and tensor_of(piece) in found.source]
+        text: [piece for piece in pieces if piece.num_elements and (piece.name, piece.dtype) in found.source]
         for text, pieces in pieces_of.items()
     }
     return held, restoration, [present[text] for text in texts], found

@@ -186,7 +186,9 @@ class ReadTarget:
 
 def pieces_of_scales(contents: Contents, places: Iterable[Place]) -> list[Piece]:
     """What places need of scales."""
-    return [found.scales for place in places if (found := _scales_of(contents, place)) is not None]
+    # There may be a million of them, nearly all of one dtype.
+    some = (place for place in places if len(place.dtypes) > 1)
+    return [found.scales for place in some if (found := _scales_of(contents, place)) is not None]
 
 
 def _scales_of(contents: Contents, place: Place) -> Scales | None:
