@@ -49,16 +49,13 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
+from shardwise.moving.piece_exchange import AT_ONCE_BYTES, Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 from shardwise.space.pieces import tensor_of
-
-_AT_ONCE_BYTES = 1 << 20
-"""What all ranks say of the target goes in one exchange where it is no more than this."""
 
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
@@ -410,7 +407,7 @@ def _settle(
     """
     effects = contents.effects
     waits_for_order = is_unsettled(contents) and not options.weights_alone
-    with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+    with Gathering("pieces, ties and findings of the target", at_once_bytes=AT_ONCE_BYTES).agreed(channel) as gathered:
         orders = state.numbering() if waits_for_order and isinstance(state, Numbering) else ()
         ordered = as_numbered(contents, orders)
         contents = ordered.contents
