@@ -129,8 +129,9 @@ def order_again(mutant: Mutant, finder: str) -> Order:
     """The test that found it last, if one did, and those in its file and in the folder of its room."""
     batches = [[finder], [finder.partition("::")[0]]] if finder else []
     folder = ROOT / "tests" / Path(mutant.file).parent
-    twin = folder / f"test_{Path(mutant.file).name}"
+    twin, of_folder = folder / f"test_{Path(mutant.file).name}", folder.with_name(f"test_{folder.name}.py")
     near = sorted(folder.glob("test_*.py"), key=lambda each: each != twin)
+    near += [of_folder] if of_folder.exists() else []
     batches += [[str(each.relative_to(ROOT))] for each in near]
     return Order(name=mutant.name, file=str(mutant.path), text=_changed(mutant), batches=batches)
 
