@@ -9,23 +9,23 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
-from shardwise.checkpoint.contents import Contents, model_name_of_master
+from shardwise.checkpoint.contents import Contents, Place, StoredTensor, model_name_of_master, without_followers
+from shardwise.checkpoint.holdings import RankFacts, facts_of
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
-from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
+from shardwise.checkpoint.matching import Match, match, prefix_hint, twin_pairs, untied
+from shardwise.checkpoint.numbered_state import as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
-from shardwise.checkpoint.rewrite_agreement import Located, locate, view_for_load, without_place
-from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
+from shardwise.checkpoint.rewritten import metas_of_pieces, ranks_along_tp, rewritten_for_load
+from shardwise.checkpoint.sources import Source, agree_on_source, was_removed, with_newest
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import (
     CURSOR_KEY,
@@ -39,17 +39,26 @@ from shardwise.checkpoint.states import (
     wrong_rewrite,
 )
 from shardwise.checkpoint.stores import Address
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.windows import (
+    ReadTarget,
+    pieces_of_scales,
+    targets_at,
+    targets_of_scales,
+)
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
+from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
-from shardwise.rewrite import Rewrite
+from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
+from shardwise.space.pieces import tensor_of
+
+_AT_ONCE_BYTES = 1 << 20
+"""What all ranks say of the target goes in one exchange where it is no more than this."""
 
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
@@ -174,30 +183,27 @@ def _loaded(
     data: SomeData | None,
     see: Callable[[Contents], Contents],
 ) -> Loaded:
-    for attempt in range(1, ATTEMPTS + 1):
-        given = partial(_in_words, options, step, data)
+    def find() -> Source:
+        given = partial(_said, state, options, step, data)
         source = agree_on_source(used, path, step=step, shared=options.shared, options=given)
-        source = replace(source, contents=see(source.contents))
-        try:
-            # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
-            extra = unpacked(source.contents.extra)
-            cursor = None if data is None else _cursor_for(used, data, extra, source)
-            restoration, report = _read(used, source, state, options)
-        except CheckpointError:  # on all ranks
-            # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is there.
-            if attempt == ATTEMPTS or not _was_removed(used, source):
-                raise
-        else:
-            # All ranks are here together, after the last read: what an engine does there may take all of them.
-            if restoration is not None:
-                with torch.no_grad():
-                    restoration.finish()
-            loaded = Loaded(extra, report)
-            if data is not None and cursor is not None:
-                positioned(data).resume(cursor)
-                del loaded[CURSOR_KEY]
-            return loaded
-    raise AssertionError("the last attempt returns or raises")
+        return replace(source, contents=see(source.contents))
+
+    def read(source: Source) -> tuple[Loaded, Restoration | None, Mapping[str, Any] | None]:
+        # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
+        extra = unpacked(source.contents.extra)
+        cursor = None if data is None else _cursor_for(used, data, extra, source)
+        restoration, report = _read(used, source, state, options)
+        return Loaded(extra, report), restoration, cursor
+
+    loaded, restoration, cursor = with_newest(find, read, partial(_was_removed, used))
+    # All ranks are here together, after the last read: what an engine does there may take all of them.
+    if restoration is not None:
+        with torch.no_grad():
+            restoration.finish()
+    if data is not None and cursor is not None:
+        positioned(data).resume(cursor)
+        del loaded[CURSOR_KEY]
+    return loaded
 
 
 def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
@@ -219,6 +225,19 @@ def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], sour
             raise CheckpointError(f"{location} does not fit the data: {error}") from error
     cursor: Mapping[str, Any] = extra[CURSOR_KEY]
     return cursor
+
+
+_TARGET = "tensors of the target of a rewrite"
+
+
+def _said(state: State, options: _Options, step: int | None, data: SomeData | None) -> tuple[str, bytes]:
+    """What a call of `load` asks for, the same on all ranks, and what a rewrite has to know of this rank's target."""
+    words = _in_words(options, step, data)
+    if options.rewrite is None:
+        return words, b""
+    held = hold(state, what="the target")
+    facts = [each.decode() for each in facts_of(state, held)]
+    return words, json.dumps([*facts, bool(held.settings.get("optimizers"))]).encode()
 
 
 def _in_words(options: _Options, step: int | None, data: SomeData | None) -> str:
@@ -246,19 +265,20 @@ def _was_removed(channel: Channel, source: Source) -> bool:
 def _read(channel: Channel, source: Source, state: State, options: _Options) -> tuple[Restoration | None, LoadReport]:
     """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
-    view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
-    held, restoration, wanted, found = _settle(channel, state, contents, view, options)
-    located = _locate(channel, view, held, wanted, found)
-    # Scales before the elements that are multiplied by them.
-    rounds = [located] if located.scales is None else [located.scales, located]
+    if options.rewrite is not None:
+        live, takes_state = _live(source.words)
+        contents = rewritten_for_load(contents, options.rewrite, live, takes_state=takes_state)
+    held, restoration, wanted, found = _settle(channel, state, contents, options)
+    rounds, paddings = _located(channel.rank, contents, held, wanted, found)
     verify = bool(options.verify) and contents.verifiable
-    stored = [[piece for name in each.names for piece in contents.tensors[name].pieces] for each in rounds]
+    in_files = contents.stored.tensors
+    stored = [[piece for name in each.names for piece in in_files[name].pieces] for each in rounds]
     plans = [
-        plan_reads(pieces, _in_files(each, contents), channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        plan_reads(pieces, _in_files(each, in_files), channel.rank, block_bytes=contents.block_bytes, readers=readers)
         for each, pieces in zip(rounds, stored, strict=True)
     ]
     # Each rank looks at what it wants itself; together they have looked at all that is read.
-    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], contents)]
+    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], in_files)]
     may_read_exactly = options.shared and not verify
     with DataFiles(store) as files:
         if channel.rank in readers:
@@ -285,15 +305,14 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-        pairs = [] if view is None else [joined_numbers(files, view, view.checked.agree)]
-        pairs.append(twin_pairs(files, contents, view, found.twins))
+        pairs = [joined_numbers(files, contents, contents.effects.joined), twin_pairs(files, contents, found.twins)]
         compared_bytes = sum([each.compare(channel, readers) for each in pairs])
         with torch.no_grad():
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
             # After the reads: damage leaves the target as it was, where it does.
-            for each in located.padding:
-                each.fill()
+            for pad in paddings:
+                pad()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
@@ -305,35 +324,64 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),
-        dropped=() if view is None else view.dropped,
-        added=() if view is None else view.added,
+        dropped=without_followers(contents.effects.dropped),
+        added=without_followers(contents.effects.added),
         notes=(*found.notes, *(restoration.notes if restoration else ())),
     )
     return restoration, report
 
 
-def _locate(
-    channel: Channel, view: RewriteView | None, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
-) -> Located:
-    """The places of all pieces that ranks want."""
-    own, tensors = wanted[channel.rank], held.tensors
-    if view is not None:
-        return locate(channel, view, own, found.source, tensors)
-    sources = [[_as_stored(piece, found) for piece in each] for each in wanted]
-    return Located(
-        names=list(dict.fromkeys(found.source.values())),
-        sources=sources,
-        targets=[
-            ReadTarget(source, tensors[piece], (piece.dtype,))
-            for source, piece in zip(sources[channel.rank], own, strict=True)
-        ],
-    )
+def _live(words: Sequence[bytes]) -> tuple[dict[str, TensorMeta], bool]:
+    """The tensors of the target on all ranks, and whether it takes over the state of optimizers, as ranks have said.
+
+    They tell what placeholders of a rewrite stand for, and how tensors are cut.
+    """
+    said = understood(words, cache(json_as(tuple[str, str, bool])), purpose=_TARGET)
+    texts, known, takes_state = zip(*said, strict=True)
+    pieces, packed = ([each.encode() for each in given] for given in (texts, known))
+    facts = RankFacts.of(pieces, packed, purpose=_TARGET)
+    every = chain.from_iterable(understood_once(pieces, unpack_pieces, purpose=_TARGET))
+    metas = metas_of_pieces(every, num_ranks=ranks_along_tp(facts.layout))
+    tied = {alias: metas[name] for ties in facts.ties for alias, name in ties.items() if name in metas}
+    return {**metas, **tied}, any(takes_state)
 
 
-def _as_stored(piece: Piece, found: Match) -> Piece:
-    """A wanted piece under the name of the stored tensor that has its elements."""
-    name = found.source[WantedTensor.of(piece)]
-    return piece if piece.name == name else replace(piece, name=name)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reads:
+    """Stored pieces that ranks want, and the tensors that take those of this rank."""
+
+    sources: Sequence[Sequence[Piece]]
+    """For each rank, as they are stored."""
+    targets: Sequence[ReadTarget]
+    """One for each piece of this rank."""
+
+    @property
+    def names(self) -> list[str]:
+        """The stored tensors."""
+        return list(dict.fromkeys(piece.name for pieces in self.sources for piece in pieces))
+
+
+def _located(
+    rank: int, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
+) -> tuple[list[_Reads], list[Callable[[], None]]]:
+    """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
+
+    def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
+        return [contents.places(piece, found.source[piece.name, piece.dtype]) for piece in pieces]
+
+    # Ranks that want the same have one list.
+    known = {id(each): placed(each) for each in wanted}
+    places = [list(chain.from_iterable(known[id(each)])) for each in wanted]
+    targets, paddings = list[ReadTarget](), list[Callable[[], None]]()
+    for piece, each in zip(wanted[rank], known[id(wanted[rank])], strict=True):
+        takers, pads = targets_at(contents, each, held.tensors[piece], piece.dtype, keeps=True)
+        targets += takers
+        paddings += pads
+    elements = [[place.piece for place in each if place.fill is None] for each in places]
+    scales = [pieces_of_scales(contents, each) for each in places]
+    # Scales before the elements that are multiplied by them.
+    before = [_Reads(sources=scales, targets=targets_of_scales(targets))] if any(scales) else []
+    return [*before, _Reads(sources=elements, targets=targets)], paddings
 
 
 _facts_in = json_as(tuple[dict[str, str], list[str]])
@@ -341,19 +389,18 @@ _facts_in = json_as(tuple[dict[str, str], list[str]])
 
 
 def _settle(
-    channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
+    channel: Channel, state: State, contents: Contents, options: _Options
 ) -> tuple[Held, Restoration | None, list[list[Piece]], Match]:
     """What this rank fills, what makes it its own, and what every rank wants, without what is missing, and from where.
 
     Raises the same error on all ranks.
     """
-    contents, notes = (contents if view is None else view.contents), contents.notes
-    ordered = OrderedState(contents=contents, notes=notes)
-    if isinstance(state, Numbering) and not options.weights_alone and is_unsettled(contents):
-        with agreed(channel, purpose="order of the target's optimizers"):
-            ordered = as_numbered(contents, state.numbering(), notes)
-    contents = ordered.contents
-    with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
+    effects = contents.effects
+    waits_for_order = is_unsettled(contents) and not options.weights_alone
+    with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+        orders = state.numbering() if waits_for_order and isinstance(state, Numbering) else ()
+        ordered = as_numbered(contents, orders)
+        contents = ordered.contents
         held, restoration = _target(state, contents)
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
@@ -364,23 +411,25 @@ def _settle(
             json.dumps([held.aliases, sorted(accounted_here)]).encode(),
             json.dumps(list(misfits)).encode(),
         ]
-    texts, facts_of, misfits_of = gathered.texts
+    texts, known_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
-    wanted = [pieces_of[text] for text in texts]
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
-    kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
-    ties_of, names_of = zip(*understood_once(facts_of, _facts_in, purpose="ties of the target"), strict=True)
+    some = {(each.name, each.dtype, each.global_shape): each for pieces in pieces_of.values() for each in pieces}
+    kinds = [tensor_of(piece) for piece in some.values()]
+    ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
-    unplaced: list[str] = []
-    if view is not None:
-        unplaced = without_place(view, {kind.name for kind in kinds} | aliases.keys())
-        kinds = {kind: None for kind in kinds if not view.keeps(kind.name)}
+    placed = {kind.name for kind in kinds} | aliases.keys()
+    kinds = [kind for kind in kinds if not effects.keeps(kind.name)]
     accounted = frozenset[str]().union(*names_of)
-    found = match(kinds, contents, aliases=aliases, accounted=accounted, rewritten=view is not None)
-    found.unexpected.extend(unplaced)
+    found = match(kinds, contents, aliases=aliases, accounted=accounted)
+    found.unexpected.extend(
+        f"{name}: the rewrite adds it, and the target has no such tensor"
+        for name in without_followers(effects.added)
+        if name not in placed
+    )
     unfit = dict.fromkeys(chain.from_iterable(understood_once(misfits_of, texts_in, purpose="findings of the target")))
-    if view is not None and isinstance(state, Restorable):
-        unfit |= dict.fromkeys(view.findings)
+    if isinstance(state, Restorable):
+        unfit |= dict.fromkeys(effects.unfit)
     findings = list(found.misfits)
     found.notes[:0] = ordered.notes
     if not options.cast:
@@ -393,7 +442,7 @@ def _settle(
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
-        notes = (*ordered.notes, *(view.checked.notes if view is not None else ()))
+        notes = (*ordered.notes, *effects.notes)
         remarks = [f"note: {each}" for each in notes if not any(finding.startswith(each) for finding in findings)]
         raise CheckpointError(
             *findings,
@@ -402,7 +451,7 @@ def _settle(
         )
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend([*ordered.findings, *unfit])
-    lacking = {kind.name for kind in kinds if kind not in found.source}
+    lacking = {kind.name for kind in kinds if (kind.name, kind.dtype) not in found.source}
     kept = sorted({model_name_of_master(name) or name for name in lacking} - {n for n in lacking if is_state_name(n)})
     if kept and isinstance(state, Restorable):
         # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
@@ -411,8 +460,11 @@ def _settle(
     # From here on under the names under which they are stored.
     found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
     found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
-    present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
-    return held, restoration, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
+    present = {
+        text: [piece for piece in pieces if piece.num_elements and (piece.name, piece.dtype) in found.source]
+        for text, pieces in pieces_of.items()
+    }
+    return held, restoration, [present[text] for text in texts], found
 
 
 def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]:
@@ -425,19 +477,19 @@ def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]
     return replace(held, aliases={**held.aliases, **restoration.aliases}), restoration
 
 
-def _in_files(located: Located, contents: Contents) -> Sequence[Sequence[Piece]]:
+def _in_files(reads: _Reads, tensors: Mapping[str, StoredTensor]) -> Sequence[Sequence[Piece]]:
     """What each rank wants of tensors that are in files; that of others is a finding of `_coverage`."""
-    lacking = {name for name in located.names if not contents.tensors[name].pieces}
+    lacking = {name for name in reads.names if not tensors[name].pieces}
     if not lacking:
-        return located.sources
-    return [[piece for piece in wants if piece.name not in lacking] for wants in located.sources]
+        return reads.sources
+    return [[piece for piece in wants if piece.name not in lacking] for wants in reads.sources]
 
 
-def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:
+def _coverage(wanted: Sequence[Piece], tensors: Mapping[str, StoredTensor]) -> list[str]:
     """Wanted pieces that the stored pieces of their tensor do not cover."""
     findings = []
     for each in wanted:
-        lacking = missing(contents.tensors[each.name].pieces, each)
+        lacking = missing(tensors[each.name].pieces, each)
         if lacking:
             findings.append(
                 f"{each}: {lacking} of {each.num_elements} elements are in no piece "

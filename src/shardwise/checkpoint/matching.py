@@ -17,33 +17,18 @@ from types import MappingProxyType
 from shardwise.checkpoint.comparison import StoredPairs
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.plan.names import AVERAGE, MASTER, is_beside_name, is_state_name, split_state_name, state_name
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, Rest, TextPlace
 from shardwise.space import Piece
 
 
-@dataclass(frozen=True, slots=True)
-class WantedTensor:
-    """A tensor that some rank wants, whole or in part."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, piece: Piece) -> "WantedTensor":
-        """The tensor of a piece."""
-        return cls(piece.name, piece.dtype, piece.global_shape)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """Where everything that is wanted comes from, and all that does not fit, in words."""
 
-    source: dict[WantedTensor, str] = field(default_factory=dict)
-    """The stored tensor from which a wanted one is read. What is missing is not in it."""
+    source: dict[tuple[str, str], str] = field(default_factory=dict)
+    """For the name and the dtype of each wanted tensor the stored one from which it is read, unless that is missing."""
     missing: list[str] = field(default_factory=list)
     """Wanted, and not stored."""
     unexpected: list[str] = field(default_factory=list)
@@ -60,24 +45,22 @@ class Match:
 
 
 def match(
-    wanted: Iterable[WantedTensor],
+    wanted: Iterable[Piece],
     contents: Contents,
     *,
     aliases: Mapping[str, str],
     accounted: Collection[str],
-    rewritten: bool = False,
 ) -> Match:
     """Find a stored tensor for everything that is wanted by any rank.
 
-    aliases: other names of wanted tensors. accounted: stored names that the target makes without reading. rewritten:
-    whether `contents` are what a rewrite makes of a checkpoint.
+    aliases: other names of wanted tensors. accounted: stored names that the target makes without reading.
 
     A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
     the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
     each name is a twin. A target that wants no optimizer state at all may leave it, and any may leave averages.
     """
     names = _StoredNames(contents, aliases)
-    whose = "the rewritten checkpoint" if rewritten else "the checkpoint"
+    whose = "the checkpoint" if contents.stored is contents else "the rewritten checkpoint"
     result = Match()
     # A parameter and its master settle each other: an engine that keeps no masters shall not find them unexpected.
     settled = {each for name in accounted for each in (name, _other(name))}
@@ -89,7 +72,7 @@ def match(
             result.missing.append(f"{kind.name}: missing; {whose} has no tensor for it")
             continue
         settled |= {stored.name, _other(stored.name)}
-        result.source[kind] = stored.name
+        result.source[kind.name, kind.dtype] = stored.name
         if stored.shape != kind.shape:
             result.misfits.append(
                 f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in {whose}"
@@ -130,9 +113,10 @@ def match(
     return result
 
 
-def prefix_hint(wanted: Iterable[WantedTensor], contents: Contents, found: Match) -> str:
+def prefix_hint(wanted: Iterable[Piece], contents: Contents, found: Match) -> str:
     """Say which statement gives all that is missing its name, if names differ by what they begin with; else ""."""
-    shapes = {kind.name: kind.shape for kind in wanted if kind not in found.source and not is_state_name(kind.name)}
+    lacking = (kind for kind in wanted if (kind.name, kind.dtype) not in found.source)
+    shapes = {kind.name: kind.shape for kind in lacking if not is_state_name(kind.name)}
     used = {*found.source.values()}
     left = [each for each in contents.tensors if not (each in used or is_state_name(each) or is_beside_name(each))]
     first = next(iter(shapes), None)
@@ -236,10 +220,8 @@ def _other(name: str) -> str:
     return _named(parameter, _STANDS_FOR.get(key, key))
 
 
-def twin_pairs(
-    files: DataFiles, contents: Contents, view: RewriteView | None, twins: Sequence[tuple[str, str]]
-) -> StoredPairs:
-    """Twins, which are to be compared. `view`: what a rewrite makes of the contents, whose names they then have."""
+def twin_pairs(files: DataFiles, contents: Contents, twins: Sequence[tuple[str, str]]) -> StoredPairs:
+    """Twins, which are to be compared."""
     return StoredPairs(
         files=files,
         contents=contents,
@@ -247,5 +229,4 @@ def twin_pairs(
         say=lambda at, elements: untied(*twins[at], "have different values"),
         purpose="tensors that the target ties",
         about=f"{contents.location} does not fit the target",
-        view=view,
     )

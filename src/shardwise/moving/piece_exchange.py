@@ -32,8 +32,11 @@ from shardwise.routes.holders import holders_by_tensor, shared_pieces
 from shardwise.routes.reshard import plan_reshard
 from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
+from shardwise.space.pieces import tensor_of
 
 _DIGEST_BYTES = 16
+
+_LENGTH = struct.Struct("<I")
 
 PIECES = "pieces to reshard"
 """The purpose of what ranks tell each other of them."""
@@ -58,8 +61,13 @@ class Gathering:
     What several ranks say travels once, and what was said the last time not at all.
     """
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, *, at_once_bytes: int = 0) -> None:
+        """at_once_bytes: where all ranks together give less, texts go with their digests, and need no second exchange.
+
+        Equal ones travel then, too.
+        """
         self._purpose = purpose
+        self._at_once_bytes = at_once_bytes
         self._known: dict[bytes, bytes] = {}
 
     def gather(self, channel: Channel, texts: Sequence[bytes]) -> list[list[bytes]]:
@@ -76,19 +84,32 @@ class Gathering:
             yield gathered
             own = {digest_of(text): text for text in gathered.own}
             mine = [digest_of(text) for text in gathered.own]
-            agreement.value = b"".join(mine) + gathered.value
+            given = json.dumps([text.decode() for digest, text in own.items() if digest not in self._known]).encode()
+            if len(given) * channel.size > self._at_once_bytes:
+                given = b"[]"
+            agreement.value = b"".join([*mine, _LENGTH.pack(len(given)), given, gathered.value])
         width = len(mine) * _DIGEST_BYTES
-        digests = understood(
-            agreement.values,
-            lambda answer: [*struct.unpack(f"{_DIGEST_BYTES}s" * len(mine), answer[:width])],
-            purpose=self._purpose,
-        )
+        begin = width + _LENGTH.size
+
+        def taken_apart(answer: bytes) -> tuple[list[bytes], dict[bytes, bytes], bytes]:
+            (length,) = _LENGTH.unpack_from(answer, width)
+            texts = texts_in(answer[begin : begin + length])
+            return (
+                [*struct.unpack(f"{_DIGEST_BYTES}s" * len(mine), answer[:width])],
+                _by_digest(texts),
+                answer[begin + length :],
+            )
+
+        said = understood(agreement.values, taken_apart, purpose=self._purpose)
+        digests = [each for each, _, _ in said]
         # The first rank that says a text sends it to all: each knows from the digests who that is, and in what order.
         first_of: dict[bytes, int] = {}
         for rank, each in enumerate(digests):
             for digest in each:
                 first_of.setdefault(digest, rank)
         known = dict(self._known)
+        for _, given_at_once, _ in said:
+            known |= given_at_once
         # What all say, each has: its own. So it is with replicas, and in most calls.
         sayers = Counter(chain.from_iterable(map(set, digests)))
         unknown = [digest for digest in first_of if digest not in known and sayers[digest] < channel.size]
@@ -107,7 +128,7 @@ class Gathering:
         # Only the last texts are kept: a state that changes its cut would otherwise be remembered in all its forms.
         self._known = {digest: known[digest] for digest in first_of}
         gathered.texts = [[self._known[each[at]] for each in digests] for at in range(len(mine))]
-        gathered.values = [answer[width:] for answer in agreement.values]
+        gathered.values = [value for _, _, value in said]
 
 
 def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
@@ -153,7 +174,7 @@ def tensors_in(texts: Sequence[bytes]) -> dict[str, Piece]:
 
     def parse(text: bytes) -> dict[str, Piece]:
         held = {each.name: each for each in unpack_pieces(text)}
-        return {name: Piece(name=name, dtype=each.dtype, global_shape=each.global_shape) for name, each in held.items()}
+        return {name: tensor_of(each) for name, each in held.items()}
 
     tables = understood_once(texts, parse, purpose=PIECES)  # replicas hold the same
     return dict(chain.from_iterable(table.items() for table in tables))
@@ -163,17 +184,6 @@ def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[
     """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
     unpack = cache(lambda each: own if each == text else unpack_pieces(each))
     return dict(zip(texts, understood(texts, unpack, purpose="pieces of tensors"), strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consent:
-    """What all ranks have agreed on, and the pieces of this one in the order that the plan counts them in."""
-
-    plan: ReshardPlan
-    sources: Sequence[Piece]
-    targets: Sequence[Piece]
-    words: Sequence[str]
-    """What each rank said besides."""
 
 
 def consent(
@@ -187,9 +197,10 @@ def consent(
     word: str = "",
     replicas: Mapping[Piece, torch.Tensor] | None = None,
     gathering: Gathering | None = None,
-) -> Consent:
-    """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
+) -> tuple[ReshardPlan, list[str]]:
+    """The plan of all ranks of the channel, and the words of each.
 
+    sources, targets: what this rank holds and wants, in the order in which the plan counts them.
     refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks. replicas: what
         it holds, where all ranks give that, and holders of one piece must have equal values. gathering: one that may
         know texts of these pieces already.
@@ -210,9 +221,7 @@ def consent(
     unpack = cache(unpack_pieces)
     held, wanted = (understood(each, unpack, purpose=PIECES) for each in gathered.texts)
     plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast, replicas=replicas)
-    return Consent(
-        plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
-    )
+    return plan, [word for _, word in asked]
 
 
 def agree_on_plan(
