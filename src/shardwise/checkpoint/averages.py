@@ -141,12 +141,7 @@ def average(
     )
     settings = first.outputs.settings if optimizer else {}
     conversion = replace(first, outputs=replace(averaged, contents=contents, settings=settings))
-    if to == "hf":
-        made = conversion.to_folder(
-            destination, "hf", max_shard_bytes=max_shard_bytes, certify=False, progress=progress
-        )
-    else:
-        made = conversion.to_save(destination, "whole", certify=False, progress=progress)
+    made = conversion.write(destination, to, max_shard_bytes=max_shard_bytes, certify=False, progress=progress)
     return AverageReport(
         sources=tuple(places),
         weights=rule.weights,

@@ -15,14 +15,17 @@ from typing import Any, Literal, Self, get_args
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
+    Copying,
     Progress,
-    WrittenCopy,
+    check_folder,
+    check_numbered,
     check_save,
     leaving_no_folder,
-    make_folder,
+    location_of,
     make_save,
-    plan_folder,
+    write_folder,
 )
+from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
 from shardwise.checkpoint.formats.registry import folder_planners, read_foreign
 from shardwise.checkpoint.likeness import Likeness
 from shardwise.checkpoint.model_files import (
@@ -44,7 +47,6 @@ from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import Weights, check_arguments, check_weights
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
-from shardwise.checkpoint.whole_folders import check_folder, location_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
@@ -171,11 +173,10 @@ def convert(
     )
     conversion = _planned(source, to, rewrite, config, dtype, like, weights, step)
     conversion = replace(conversion, original=_original_at(original, certify=certify))
-    if to == "pieces" or to == "whole":
-        return conversion.to_save(destination, to, certify=certify, progress=progress)
-    return conversion.to_folder(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
+    return conversion.write(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
 
 
+@uncollected()
 def preview(
     source: Address,
     destination: Address | None = None,
@@ -200,7 +201,7 @@ def preview(
     conversion = _planned(source, to, rewrite, config, dtype, like, weights, step)
     assert conversion.outputs.view is not None, "a rewrite was given"
     if to != "pieces" and to != "whole":
-        plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES, places=conversion.places)
+        conversion.folder_plan(to, max_shard_bytes=MAX_SHARD_BYTES, reads=False)
         if destination is not None:
             check_folder(destination)
     elif destination is not None:
@@ -369,15 +370,22 @@ class Conversion:
             places={} if like is None else like.file_of,
         )
 
-    def to_save(
+    def write(
         self,
         destination: Address,
-        to: Literal["pieces", "whole"],
+        to: ConvertTarget,
         *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
         certify: bool,
         progress: Progress,
     ) -> ConvertReport:
-        """Make a save. Raises CheckpointError."""
+        """Make a save, or a folder of another format. Raises CheckpointError."""
+        copying = Copying(self.store, self.outputs, progress, certify=certify)
+        if to == "pieces" or to == "whole":
+            return self._write_save(destination, to, copying)
+        return self._write_folder(destination, to, copying, max_shard_bytes)
+
+    def _write_save(self, destination: Address, to: Literal["pieces", "whole"], copying: Copying) -> ConvertReport:
         store = store_of(destination)
         self.outputs.check_agreement(self.store)
         with leaving_no_folder(store):
@@ -385,72 +393,68 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            digests = PassingDigests(self.outputs.contents.tensors) if certify else None
-            added = {} if has_them else as_extra(kept)
-            made = make_save(self.store, self.outputs, store, to, added, progress, digests)
-            certificate = None if digests is None else self._certified_save(store, made, digests)
+            number = make_save(copying, store, to, {} if has_them else as_extra(kept))
+            location = f"{store.location}/{folder_of(number)}".rstrip("/")
+            certificate = None
+            if copying.digests is not None:
+                # In the folder of the save, so that pruning the save takes its certificate along.
+                name = folder_of(number) + CERTIFICATE
+                removed = "; without its certificate the save was removed again"
+                with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
+                    try:
+                        # Read anew, not kept from the writing: what is certified is what a later reader finds.
+                        certificate = self._certified(store, read_save(store, number), location, copying.digests)
+                        store.create(name, certificate.pack())
+                    except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
+                        with contextlib.suppress(CheckpointError, OSError, EOFError):
+                            remove_save(store, list_saves(store), number)
+                        raise
         # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
         beside = {name: data for name, data in self.given.items() if name not in kept}
         for name, data in beside.items():
             with contextlib.suppress(FileExistsError):  # of an earlier save
                 store.create(name, data)
-        return self._report(made, files=(*kept, *beside), certificate=certificate)
+        return self._report(location, copying.read_bytes, files=(*kept, *beside), certificate=certificate)
 
-    def _certified_save(self, store: Store, made: WrittenCopy, digests: PassingDigests) -> Certificate:
-        """Certify a save, or remove it."""
-        # In the folder of the save, so that pruning the save takes its certificate along.
-        name = folder_of(made.number) + CERTIFICATE
-        removed = "; without its certificate the save was removed again"
-        with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
-            try:
-                # Read anew, not kept from the writing: what is certified is what a later reader finds.
-                written = read_save(store, made.number)
-                certificate = self._certify(store, written, made.location, digests)
-                store.create(name, certificate.pack())
-            except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
-                with contextlib.suppress(CheckpointError, OSError, EOFError):
-                    remove_save(store, list_saves(store), made.number)
-                raise
-        return certificate
-
-    def to_folder(
-        self,
-        destination: Address,
-        to: str,
-        *,
-        max_shard_bytes: int,
-        certify: bool,
-        progress: Progress,
+    def _write_folder(
+        self, destination: Address, to: ConvertTarget, copying: Copying, max_shard_bytes: int
     ) -> ConvertReport:
-        """Make a folder of another format. Raises CheckpointError."""
-        # `finish` is called in the middle of the writing; what it makes comes back in this.
-        certificates: list[Certificate] = []
         folder = check_folder(destination)
         dtype = main_dtype(self.outputs.tensors.values())
-        added = dict(files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised))
-        plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
-        digests = PassingDigests(self.outputs.contents.tensors) if certify else None
+        beside = dict(files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised))
+        plan = self.folder_plan(to, max_shard_bytes=max_shard_bytes)
+        certificates: list[Certificate] = []
 
         def finish(store: Store) -> dict[str, bytes]:
-            if digests is None:
+            if copying.digests is None:
                 return {}
-            certificates.append(self._certify(store, read_foreign(store), location_of(folder), digests))
+            certificates.append(self._certified(store, read_foreign(store), location_of(folder), copying.digests))
             return {CERTIFICATE: certificates[0].pack()}
 
         self.outputs.check_agreement(self.store)
-        made = make_folder(
-            self.store,
-            self.outputs,
+        check_numbered(folder, plan)
+        write_folder(
             folder,
-            plan,
-            beside=added,
-            finish=finish,
-            progress=progress,
-            digests=digests,
+            plan.files,
+            lambda file, writer: copying.fill(file.pieces, plan.filling(file, writer)),
+            {**beside, **plan.last},
+            finish,
         )
-        missing = missing_files(added) if to == "hf" else ()
+        missing = missing_files(beside) if to == "hf" else ()
         certificate = certificates[0] if certificates else None
-        return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
+        return self._report(
+            location_of(folder), copying.read_bytes, files=tuple(beside), missing=missing, certificate=certificate
+        )
+
+    def folder_plan(self, to: ConvertTarget, *, max_shard_bytes: int, reads: bool = True) -> FolderPlan:
+        """The folder in a format; see `FolderRequest`. Raises CheckpointError where it cannot be made."""
+        if not any(is_model_name(name, self.contents.format) for name in self.outputs.tensors):
+            raise CheckpointError(
+                f"{self.outputs.contents.location} has no tensor of a model, so that there is nothing to write"
+            )
+        source = self.store if reads else None
+        request = FolderRequest(max_file_bytes=max_shard_bytes, places=self.places, source=source)
+        return folder_planners()[to](self.outputs, request)
 
     @property
     def _is_dequantised(self) -> bool:
@@ -463,7 +467,7 @@ class Conversion:
         is_of_narrow_floats = isinstance(said, dict) and said.get("quant_method") == "fp8"
         return is_of_narrow_floats or (self.outputs.view is not None and bool(self.outputs.view.checked.scales))
 
-    def _certify(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
+    def _certified(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
         return certify_return(
             self.store,
             self.outputs.contents,
@@ -477,7 +481,8 @@ class Conversion:
 
     def _report(
         self,
-        made: WrittenCopy,
+        location: str,
+        read_bytes: int,
         *,
         files: tuple[str, ...],
         missing: tuple[str, ...] = (),
@@ -490,10 +495,10 @@ class Conversion:
         return ConvertReport(
             source=self.contents.location,
             source_format=self.contents.format,
-            destination=made.location,
+            destination=location,
             num_tensors=len(outputs.tensors),
             num_bytes=outputs.num_bytes,
-            read_bytes=made.read_bytes,
+            read_bytes=read_bytes,
             verified=self.contents.verifiable,
             aliases=dict(outputs.aliases),
             left_out=left_out,

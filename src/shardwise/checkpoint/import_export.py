@@ -42,7 +42,7 @@ def import_hf(
         way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
         raise CheckpointError(f"{what}; give a folder of safetensors files{way}")
     conversion = Conversion.of(store, read_contents(store), rewrite, to="whole")
-    return conversion.to_save(out, "whole", certify=certify, progress=progress)
+    return conversion.write(out, "whole", certify=certify, progress=progress)
 
 
 def export_hf(

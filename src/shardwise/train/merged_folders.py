@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import StoredTensor
+from shardwise.checkpoint.destinations import Folder, check_folder, write_folder
 from shardwise.checkpoint.formats.huggingface.writing import index_of, shards_of
 from shardwise.checkpoint.model_files import files_of
 from shardwise.checkpoint.safetensors_files import DataFile, JoinedWrites
 from shardwise.checkpoint.stores import Writer
-from shardwise.checkpoint.whole_folders import Folder, check_folder, write_folder
 from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.adapters import MergedModel
