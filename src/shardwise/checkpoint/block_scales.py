@@ -15,10 +15,11 @@ dtype, and a scale that is a power of two is the next larger one, so that no ele
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.checkpoint.contents import StoredTensor
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of
@@ -48,14 +49,14 @@ class BlockScales:
     """Of the shape of `scales`, in their dtype."""
 
     @classmethod
-    def of(cls, elements: Piece, name: str, block: tuple[int, ...], meta: TensorMeta) -> "BlockScales":
-        """The scales of a box of elements; the tensor of scales has this name and meta."""
+    def of(cls, elements: Piece, block: tuple[int, ...], scales: StoredTensor) -> "BlockScales":
+        """The scales of a box of elements, out of the tensor of scales."""
         assert elements.run is None, "a run has no box of scales"
         grid = grid_around(elements.box, block)
         # The last dims may be left out, where they have one block.
-        offset, shape = grid.offset[: len(meta.shape)], grid.shape[: len(meta.shape)]
-        piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=offset, shape=shape)
-        return cls(elements, block, piece, grid, torch.empty(shape, dtype=torch_dtype(meta.dtype)))
+        num_dims = len(scales.shape)
+        piece = replace(scales.whole, offset=grid.offset[:num_dims], shape=grid.shape[:num_dims])
+        return cls(elements, block, piece, grid, torch.empty(piece.shape, dtype=torch_dtype(piece.dtype)))
 
     def products(
         self, view: torch.Tensor, move: Move, taken: torch.Tensor

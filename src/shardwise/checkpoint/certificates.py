@@ -26,7 +26,7 @@ from shardwise.checkpoint.elements import Elements, with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.rewrite_view import RewriteView
+from shardwise.checkpoint.rewritten import RewrittenContents
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
@@ -170,7 +170,7 @@ def _listed(texts: Sequence[str]) -> str:
 def certify_return(
     source: Store,
     contents: Contents,
-    view: RewriteView | None,
+    view: RewrittenContents | None,
     store: Store,
     written: Contents,
     *,

@@ -6,7 +6,7 @@
 What differs has its first difference. Equal tensors are not in what is returned.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -16,7 +16,6 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import gather_findings
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
 from shardwise.comm import Channel
@@ -93,27 +92,27 @@ class StoredPairs:
     """What they are, in words."""
     about: str
     """What does not fit where some are not equal."""
-    view: RewriteView | None = None
-    """What a rewrite makes of the contents, whose names the pairs then have; None without one."""
 
     def findings(self, turn: int = 0, turns: int = 1) -> tuple[list[str], int]:
         """Findings about what is its turn, one for each first of a pair, and the bytes that were read."""
-        tensors = (self.contents if self.view is None else self.view.contents).tensors
+        contents, stored = self.contents, self.contents.stored
         pairs = {
-            at: (tensors[one].whole, tensors[other].whole)
+            at: (contents.tensors[one].whole, contents.tensors[other].whole)
             for at, (one, other) in enumerate(self.pairs)
             # A rewrite makes other bytes, and no checksum of these is known.
-            if self.view is not None or not equal_unread(self.contents, one, self.contents, other)
+            if contents is not stored or not equal_unread(stored, one, stored, other)
         }
+        places = (each for pair in pairs.values() for whole in pair for each in contents.places(whole, whole.name))
+        names = dict.fromkeys(name for place in places for name in place.names)
         lacking = [
             f"{each.name}: its {'element is' if each.whole.num_elements == 1 else 'elements are'} in no file; the "
             "checkpoint is incomplete"
-            for each in (self.contents.tensors[name] for name in dict.fromkeys(self._sources(pairs.values())))
+            for each in (stored.tensors[name] for name in names)
             if missing(each.pieces, each.whole)
         ]
         if lacking:
             return lacking, 0
-        reader = PieceReader(self.files, self.contents, None if self.view is None else self.view.read_targets)
+        reader = PieceReader(self.files, contents)
         numbers = list(pairs)
         # What has the same first is one finding. Parts of large tensors are shared, and so are many small ones.
         firsts = {one: number for number, one in enumerate(dict.fromkeys(one for one, _ in self.pairs))}
@@ -128,11 +127,6 @@ class StoredPairs:
         for at, elements in different.items():
             found.setdefault(self.pairs[numbers[at]][0], self.say(numbers[at], elements))
         return list(found.values()), reader.read_bytes
-
-    def _sources(self, pairs: Iterable[tuple[Piece, Piece]]) -> Iterator[str]:
-        """The stored tensors that the pairs are made of."""
-        for piece in (each for pair in pairs for each in pair):
-            yield from (piece.name,) if self.view is None else self.view.checked.sources_of(piece.name)
 
     def compare(self, channel: Channel, readers: Collection[int]) -> int:
         """Compare them, the ranks that read in turns; how many bytes this rank has read. All ranks call it together.
@@ -154,8 +148,8 @@ class StoredPairs:
         return num_bytes
 
 
-def joined_numbers(files: DataFiles, view: RewriteView, groups: Iterable[Sequence[str]]) -> StoredPairs:
-    """Stored numbers that a rewrite joins into one. groups: some of `Checked.agree`."""
+def joined_numbers(files: DataFiles, contents: Contents, groups: Iterable[Sequence[str]]) -> StoredPairs:
+    """Stored numbers that a rewrite joins into one. groups: some of those of the rewritten contents."""
     members = [(group, other) for group in groups for other in group[1:]]
 
     def say(at: int, elements: Elements) -> str:
@@ -165,11 +159,11 @@ def joined_numbers(files: DataFiles, view: RewriteView, groups: Iterable[Sequenc
     pairs = [(group[0], other) for group, other in members]
     return StoredPairs(
         files=files,
-        contents=view.stored,
+        contents=contents.stored,
         pairs=pairs,
         say=say,
         purpose="numbers that a rewrite makes one",
-        about=f"{view.stored.location} does not fit the rewrite",
+        about=f"{contents.location} does not fit the rewrite",
     )
 
 

@@ -6,6 +6,9 @@ Readers of all formats make the same three values, so that load, diff and conver
     StoredTensor    w  float32 [4, 65536]
     StoredPiece     w[0:2]  5e1f09ab-rank00000.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
     StoredPiece     w[2:4]  5e1f09ab-rank00001.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
+
+Whoever wants a piece of a tensor asks for its `places`: of the tensor itself here, and of others where a rewrite has
+made it of them (`RewrittenContents`).
 """
 
 import math
@@ -13,9 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name
+from shardwise.rewrite import Fragment
+from shardwise.rewrite.strided_views import Scales, fill_of, scales_of
 from shardwise.space import Piece
 
 MAX_INDEX = 2**63 - 1
@@ -93,6 +100,75 @@ class StoredTensor:
         return replace(self, name=name, pieces=pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A piece that has elements of another one under other names, and where they are in the tensor of that one.
+
+    Of a checkpoint that a rewrite renames, it is a stored piece of a wanted one; of a state, a written piece of a held
+    one.
+    """
+
+    piece: Piece
+    """In the dtype that it has on its own side."""
+    dtypes: tuple[str, ...]
+    """What a value passes through from the source to the target, both included."""
+    fragment: Fragment | None = None
+    """The elements in a block of the other piece; None: its tensor holds this one as it is."""
+    origin: tuple[int, ...] = ()
+    """Where in its tensor the block begins."""
+    block: tuple[int, tuple[int, ...]] | None = None
+    """Of the flat tensor of a run: the element with which the block begins, and its shape; None: the whole tensor."""
+
+    @property
+    def fill(self) -> str | None:
+        """What all elements are that are in no tensor, as text; None: there is a tensor of them."""
+        return fill_of(self.piece.name)
+
+    @property
+    def scales(self) -> Scales | None:
+        """By what elements are multiplied when they are read."""
+        return scales_of(self.dtypes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it is read from: that of the piece and that of its scales; none of padding."""
+        of_piece = () if self.fill is not None else (self.piece.name,)
+        return of_piece if self.scales is None else (*of_piece, self.scales.source)
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in the tensor that holds them, in the shape of the piece (flat, where that is a run)."""
+        if self.fragment is None:
+            return tensor
+        if self.block is not None:
+            start, shape = self.block
+            tensor = tensor[start : start + math.prod(shape)].view(shape)
+        strides = tensor.stride()
+        first = int(tensor.storage_offset()) + self.fragment.view_start(strides, self.origin)
+        # A rewrite keeps elements apart and moves none: whatever it does to indices is strides and a start.
+        return tensor.as_strided(self.fragment.shape, self.fragment.view_strides(strides), first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What a rewrite did to contents besides giving their tensors names; nothing where there was none."""
+
+    dropped: frozenset[str] = frozenset()
+    """What it has left out (`a -> _`)."""
+    added: frozenset[str] = frozenset()
+    """What keeps the values that it has where it is loaded (`_ -> b`)."""
+    joined: Sequence[Sequence[str]] = ()
+    """Groups of stored numbers that it makes one, so that they have to be equal."""
+    unfit: Sequence[str] = ()
+    """What of the settings cannot be carried over."""
+    notes: Sequence[str] = ()
+    """What may be why something does not fit."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether a wanted tensor is not read: it, or the parameter whose state it is, keeps the value that it has."""
+        split = split_state_name(name)
+        return name in self.added or (split is not None and split[0] in self.added)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """What a checkpoint holds. Formats without a feature leave its field at the default."""
@@ -125,6 +201,20 @@ class Contents:
     """Why state of optimizers that the files have is not in these contents, or not all of it; "" where it is."""
     manifest: str = ""
     """Name in the store of the file whose removal removes the save; "" where other formats have none."""
+
+    @property
+    def stored(self) -> "Contents":
+        """The checkpoint whose files have the elements: these contents, unless a rewrite has made them."""
+        return self
+
+    @property
+    def effects(self) -> Effects:
+        """What a rewrite did besides giving tensors names."""
+        return Effects()
+
+    def places(self, piece: Piece, name: str) -> Sequence[Place]:
+        """The pieces of `stored`, and the padding, that make up a piece of the tensor `name`, of whatever dtype."""
+        return [Place(piece if piece.name == name else replace(piece, name=name), (piece.dtype,))]
 
     @property
     def verifiable(self) -> bool:
@@ -188,6 +278,12 @@ def model_name_of_master(name: str) -> str | None:
     """
     split = split_state_name(name)
     return split[0] if split is not None and split[1] == MASTER else None
+
+
+def without_followers(names: Collection[str]) -> tuple[str, ...]:
+    """The names, sorted, without optimizer state whose parameter is among them."""
+    split = {name: split_state_name(name) for name in names}
+    return tuple(sorted(name for name, parts in split.items() if parts is None or parts[0] not in names))
 
 
 def unwritable(name: str) -> str:

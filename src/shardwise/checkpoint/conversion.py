@@ -42,7 +42,7 @@ from shardwise.checkpoint.model_files import (
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.renamed_settings import with_vocabulary
-from shardwise.checkpoint.rewrite_view import RewriteView
+from shardwise.checkpoint.rewritten import RewrittenContents
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import Weights, check_arguments, check_weights
@@ -329,23 +329,23 @@ class Conversion:
         if rewrite is None and to not in ("pieces", "whole"):
             rewrite = without_wrappers(model_of(source))
 
-        def viewed(source: Contents, rewrite: Rewrite | None) -> RewriteView | None:
+        def viewed(source: Contents, rewrite: Rewrite | None) -> RewrittenContents | None:
             if rewrite is None:
                 return None
             return view_for_conversion(source, rewrite, parameters, model_only=model_only)
 
         view = viewed(source, rewrite)
-        shown = model_of(source) if view is None else view.contents
+        shown: Contents = model_of(source) if view is None else view
         packed = _packed(shown, source, view) if like is None and dtype is not None else set()
         wanted = _wanted_dtypes(shown, packed, dtype, like)
         # Values come out of masters, which hold more than the working copies.
         source, more = _with_masters(source, wanted, view)
         view = viewed(source, rewrite) if more else view
-        found = (model_of(source) if view is None else view.contents).tensors
+        found = (view or model_of(source)).tensors
         casts = {name: each for name, each in wanted.items() if each != found[name].dtype}
         if casts:
             # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
-            statements = _casting(casts, source.aliases if view is None else view.contents.aliases)
+            statements = _casting(casts, (view or source).aliases)
             view = viewed(source, statements if view is None else view.checked.rewrite >> statements)
         if view is None:
             outputs = as_they_are(model_of(source) if model_only else source)
@@ -544,7 +544,7 @@ def _wanted_dtypes(
 _CODE_WORDS = frozenset({"int16", "uint16", "int32", "uint32"})
 
 
-def _packed(outputs: Contents, source: Contents, view: RewriteView | None) -> set[str]:
+def _packed(outputs: Contents, source: Contents, view: RewrittenContents | None) -> set[str]:
     """Codes, and what may belong to them: under their names, or in their module. A cast would change what they mean.
 
     What an optimizer has state for was trained, so it is none of them.
@@ -565,7 +565,7 @@ def _packed(outputs: Contents, source: Contents, view: RewriteView | None) -> se
 
 
 def _with_masters(
-    contents: Contents, wanted: Mapping[str, str], view: RewriteView | None
+    contents: Contents, wanted: Mapping[str, str], view: RewrittenContents | None
 ) -> tuple[Contents, tuple[str, ...]]:
     """A checkpoint whose model has the values of masters where outputs are wanted in other dtypes; and these masters.
 

@@ -16,15 +16,14 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
-from shardwise.checkpoint.contents import Contents, model_name_of_master
+from shardwise.checkpoint.contents import Contents, StoredTensor, model_name_of_master, without_followers
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
 from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
-from shardwise.checkpoint.rewrite_agreement import Located, locate, view_for_load, without_place
-from shardwise.checkpoint.rewrite_view import RewriteView
+from shardwise.checkpoint.rewrite_agreement import rewritten_for_load
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import (
@@ -39,7 +38,13 @@ from shardwise.checkpoint.states import (
     wrong_rewrite,
 )
 from shardwise.checkpoint.stores import Address
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.windows import (
+    PaddingTarget,
+    ReadTarget,
+    pieces_of_scales,
+    targets_of,
+    targets_of_scales,
+)
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
@@ -246,19 +251,19 @@ def _was_removed(channel: Channel, source: Source) -> bool:
 def _read(channel: Channel, source: Source, state: State, options: _Options) -> tuple[Restoration | None, LoadReport]:
     """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
-    view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
-    held, restoration, wanted, found = _settle(channel, state, contents, view, options)
-    located = _locate(channel, view, held, wanted, found)
-    # Scales before the elements that are multiplied by them.
-    rounds = [located] if located.scales is None else [located.scales, located]
+    if options.rewrite is not None:
+        contents = rewritten_for_load(channel, contents, state, options.rewrite)
+    held, restoration, wanted, found = _settle(channel, state, contents, options)
+    rounds, padding = _located(channel.rank, contents, held, wanted, found)
     verify = bool(options.verify) and contents.verifiable
-    stored = [[piece for name in each.names for piece in contents.tensors[name].pieces] for each in rounds]
+    in_files = contents.stored.tensors
+    stored = [[piece for name in each.names for piece in in_files[name].pieces] for each in rounds]
     plans = [
-        plan_reads(pieces, _in_files(each, contents), channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        plan_reads(pieces, _in_files(each, in_files), channel.rank, block_bytes=contents.block_bytes, readers=readers)
         for each, pieces in zip(rounds, stored, strict=True)
     ]
     # Each rank looks at what it wants itself; together they have looked at all that is read.
-    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], contents)]
+    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], in_files)]
     may_read_exactly = options.shared and not verify
     with DataFiles(store) as files:
         if channel.rank in readers:
@@ -285,14 +290,13 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-        pairs = [] if view is None else [joined_numbers(files, view, view.checked.agree)]
-        pairs.append(twin_pairs(files, contents, view, found.twins))
+        pairs = [joined_numbers(files, contents, contents.effects.joined), twin_pairs(files, contents, found.twins)]
         compared_bytes = sum([each.compare(channel, readers) for each in pairs])
         with torch.no_grad():
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
             # After the reads: damage leaves the target as it was, where it does.
-            for each in located.padding:
+            for each in padding:
                 each.fill()
     report = LoadReport(
         location=contents.location,
@@ -305,35 +309,51 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),
-        dropped=() if view is None else view.dropped,
-        added=() if view is None else view.added,
+        dropped=without_followers(contents.effects.dropped),
+        added=without_followers(contents.effects.added),
         notes=(*found.notes, *(restoration.notes if restoration else ())),
     )
     return restoration, report
 
 
-def _locate(
-    channel: Channel, view: RewriteView | None, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
-) -> Located:
-    """The places of all pieces that ranks want."""
-    own, tensors = wanted[channel.rank], held.tensors
-    if view is not None:
-        return locate(channel, view, own, found.source, tensors)
-    sources = [[_as_stored(piece, found) for piece in each] for each in wanted]
-    return Located(
-        names=list(dict.fromkeys(found.source.values())),
-        sources=sources,
-        targets=[
-            ReadTarget(source, tensors[piece], (piece.dtype,))
-            for source, piece in zip(sources[channel.rank], own, strict=True)
-        ],
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reads:
+    """Stored pieces that ranks want, and the tensors that take those of this rank."""
+
+    sources: Sequence[Sequence[Piece]]
+    """For each rank, as they are stored."""
+    targets: Sequence[ReadTarget]
+    """One for each piece of this rank."""
+
+    @property
+    def names(self) -> list[str]:
+        """The stored tensors."""
+        return list(dict.fromkeys(piece.name for pieces in self.sources for piece in pieces))
 
 
-def _as_stored(piece: Piece, found: Match) -> Piece:
-    """A wanted piece under the name of the stored tensor that has its elements."""
-    name = found.source[WantedTensor.of(piece)]
-    return piece if piece.name == name else replace(piece, name=name)
+def _located(
+    rank: int, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
+) -> tuple[list[_Reads], list[PaddingTarget]]:
+    """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
+
+    def name_of(piece: Piece) -> str:
+        return found.source[WantedTensor.of(piece)]
+
+    # Ranks that want the same have one list.
+    known = {id(each): [each for piece in each for each in contents.places(piece, name_of(piece))] for each in wanted}
+    places = [known[id(each)] for each in wanted]
+    made = [
+        target
+        for piece in wanted[rank]
+        for target in targets_of(contents, piece, held.tensors[piece], name_of(piece), keeps=True)
+    ]
+    targets = [each for each in made if isinstance(each, ReadTarget)]
+    padding = [each for each in made if isinstance(each, PaddingTarget)]
+    elements = [[place.piece for place in each if place.fill is None] for each in places]
+    scales = [pieces_of_scales(contents, each) for each in places]
+    # Scales before the elements that are multiplied by them.
+    before = [_Reads(sources=scales, targets=targets_of_scales(targets))] if any(scales) else []
+    return [*before, _Reads(sources=elements, targets=targets)], padding
 
 
 _facts_in = json_as(tuple[dict[str, str], list[str]])
@@ -341,13 +361,13 @@ _facts_in = json_as(tuple[dict[str, str], list[str]])
 
 
 def _settle(
-    channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
+    channel: Channel, state: State, contents: Contents, options: _Options
 ) -> tuple[Held, Restoration | None, list[list[Piece]], Match]:
     """What this rank fills, what makes it its own, and what every rank wants, without what is missing, and from where.
 
     Raises the same error on all ranks.
     """
-    contents, notes = (contents if view is None else view.contents), contents.notes
+    effects, notes = contents.effects, contents.notes
     ordered = OrderedState(contents=contents, notes=notes)
     if isinstance(state, Numbering) and not options.weights_alone and is_unsettled(contents):
         with agreed(channel, purpose="order of the target's optimizers"):
@@ -366,21 +386,22 @@ def _settle(
         ]
     texts, facts_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
-    wanted = [pieces_of[text] for text in texts]
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
     ties_of, names_of = zip(*understood_once(facts_of, _facts_in, purpose="ties of the target"), strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
-    unplaced: list[str] = []
-    if view is not None:
-        unplaced = without_place(view, {kind.name for kind in kinds} | aliases.keys())
-        kinds = {kind: None for kind in kinds if not view.keeps(kind.name)}
+    placed = {kind.name for kind in kinds} | aliases.keys()
+    kinds = {kind: None for kind in kinds if not effects.keeps(kind.name)}
     accounted = frozenset[str]().union(*names_of)
-    found = match(kinds, contents, aliases=aliases, accounted=accounted, rewritten=view is not None)
-    found.unexpected.extend(unplaced)
+    found = match(kinds, contents, aliases=aliases, accounted=accounted)
+    found.unexpected.extend(
+        f"{name}: the rewrite adds it, and the target has no such tensor"
+        for name in without_followers(effects.added)
+        if name not in placed
+    )
     unfit = dict.fromkeys(chain.from_iterable(understood_once(misfits_of, texts_in, purpose="findings of the target")))
-    if view is not None and isinstance(state, Restorable):
-        unfit |= dict.fromkeys(view.findings)
+    if isinstance(state, Restorable):
+        unfit |= dict.fromkeys(effects.unfit)
     findings = list(found.misfits)
     found.notes[:0] = ordered.notes
     if not options.cast:
@@ -393,7 +414,7 @@ def _settle(
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
-        notes = (*ordered.notes, *(view.checked.notes if view is not None else ()))
+        notes = (*ordered.notes, *effects.notes)
         remarks = [f"note: {each}" for each in notes if not any(finding.startswith(each) for finding in findings)]
         raise CheckpointError(
             *findings,
@@ -411,8 +432,11 @@ def _settle(
     # From here on under the names under which they are stored.
     found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
     found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
-    present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
-    return held, restoration, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
+    present = {
+        text: [piece for piece in pieces if piece.num_elements and WantedTensor.of(piece) in found.source]
+        for text, pieces in pieces_of.items()
+    }
+    return held, restoration, [present[text] for text in texts], found
 
 
 def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]:
@@ -425,19 +449,19 @@ def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]
     return replace(held, aliases={**held.aliases, **restoration.aliases}), restoration
 
 
-def _in_files(located: Located, contents: Contents) -> Sequence[Sequence[Piece]]:
+def _in_files(reads: _Reads, tensors: Mapping[str, StoredTensor]) -> Sequence[Sequence[Piece]]:
     """What each rank wants of tensors that are in files; that of others is a finding of `_coverage`."""
-    lacking = {name for name in located.names if not contents.tensors[name].pieces}
+    lacking = {name for name in reads.names if not tensors[name].pieces}
     if not lacking:
-        return located.sources
-    return [[piece for piece in wants if piece.name not in lacking] for wants in located.sources]
+        return reads.sources
+    return [[piece for piece in wants if piece.name not in lacking] for wants in reads.sources]
 
 
-def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:
+def _coverage(wanted: Sequence[Piece], tensors: Mapping[str, StoredTensor]) -> list[str]:
     """Wanted pieces that the stored pieces of their tensor do not cover."""
     findings = []
     for each in wanted:
-        lacking = missing(contents.tensors[each.name].pieces, each)
+        lacking = missing(tensors[each.name].pieces, each)
         if lacking:
             findings.append(
                 f"{each}: {lacking} of {each.num_elements} elements are in no piece "

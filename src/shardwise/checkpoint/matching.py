@@ -17,7 +17,6 @@ from types import MappingProxyType
 from shardwise.checkpoint.comparison import StoredPairs
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.plan.names import AVERAGE, MASTER, is_beside_name, is_state_name, split_state_name, state_name
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, Rest, TextPlace
@@ -65,19 +64,17 @@ def match(
     *,
     aliases: Mapping[str, str],
     accounted: Collection[str],
-    rewritten: bool = False,
 ) -> Match:
     """Find a stored tensor for everything that is wanted by any rank.
 
-    aliases: other names of wanted tensors. accounted: stored names that the target makes without reading. rewritten:
-    whether `contents` are what a rewrite makes of a checkpoint.
+    aliases: other names of wanted tensors. accounted: stored names that the target makes without reading.
 
     A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
     the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
     each name is a twin. A target that wants no optimizer state at all may leave it, and any may leave averages.
     """
     names = _StoredNames(contents, aliases)
-    whose = "the rewritten checkpoint" if rewritten else "the checkpoint"
+    whose = "the checkpoint" if contents.stored is contents else "the rewritten checkpoint"
     result = Match()
     # A parameter and its master settle each other: an engine that keeps no masters shall not find them unexpected.
     settled = {each for name in accounted for each in (name, _other(name))}
@@ -236,10 +233,8 @@ def _other(name: str) -> str:
     return _named(parameter, _STANDS_FOR.get(key, key))
 
 
-def twin_pairs(
-    files: DataFiles, contents: Contents, view: RewriteView | None, twins: Sequence[tuple[str, str]]
-) -> StoredPairs:
-    """Twins, which are to be compared. `view`: what a rewrite makes of the contents, whose names they then have."""
+def twin_pairs(files: DataFiles, contents: Contents, twins: Sequence[tuple[str, str]]) -> StoredPairs:
+    """Twins, which are to be compared."""
     return StoredPairs(
         files=files,
         contents=contents,
@@ -247,5 +242,4 @@ def twin_pairs(
         say=lambda at, elements: untied(*twins[at], "have different values"),
         purpose="tensors that the target ties",
         about=f"{contents.location} does not fit the target",
-        view=view,
     )

@@ -14,7 +14,7 @@ from shardwise.checkpoint.model_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
-from shardwise.checkpoint.rewrite_view import RewriteView, kept_in, metas_of_contents
+from shardwise.checkpoint.rewritten import RewrittenContents, kept_in, metas_of_contents, rewritten_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import LARGE_WINDOW_BYTES, WINDOW_BYTES, PieceReader, check_whole, pieces_in_windows
 from shardwise.errors import CheckpointError, RewriteError
@@ -56,7 +56,7 @@ class Outputs:
     aliases: Mapping[str, str]
     """Other names of outputs (ties)."""
     settings: Mapping[str, Any]
-    view: RewriteView | None = None
+    view: RewrittenContents | None = None
     """What makes them; None: they are the tensors of the checkpoint."""
     groups: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are best read together: each with the first output of its group. Others can be cut anywhere."""
@@ -93,13 +93,12 @@ class Outputs:
 
         window, digests: see `PieceReader`.
         """
-        targets_of = None if self.view is None else self.view.read_targets
-        reader = PieceReader(files, self.contents, targets_of, window=window, digests=digests)
+        reader = PieceReader(files, self.view or self.contents, window=window, digests=digests)
         if self.view is None or not self.view.checked.quantises:
             return reader
         from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
 
-        wide = PieceReader(files, self.contents, targets_of, digests=digests)
+        wide = PieceReader(files, self.view, digests=digests)
         return QuantisingReader(self.view.checked, reader, wide)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -165,7 +164,7 @@ def model_of(contents: Contents) -> Contents:
     return replace(contents, tensors=tensors, aliases=aliases)
 
 
-def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewriteView:
+def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewrittenContents:
     """Apply a rewrite to a checkpoint that is converted.
 
     config: the configuration of the model, or None; parameters that the rewrite lacks are looked up there.
@@ -187,26 +186,26 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
     if model_only and not names_state(rewrite):
         contents = model_of(contents)
     # Files of a model alone have no optimizers, so that the settings of these need not fit.
-    view = RewriteView.of(contents, rewrite, settings={} if model_only else None)
+    view = rewritten_contents(contents, rewrite, settings={} if model_only else None)
     if kept := [*sorted(view.checked.added), *(f"elements of {name}" for name in kept_in(view.checked))]:
         raise CheckpointError(
             f"the rewrite adds {', '.join(kept)}, which keep the values of the state that is loaded "
             "into. A conversion has no such state: leave these statements (`_ -> ...`, fill='kept') out, or load with "
             "this rewrite"
         )
-    if view.findings:
-        raise CheckpointError(*view.findings, about=f"the rewrite does not fit the optimizers of {contents.location}")
+    if view.unfit:
+        raise CheckpointError(*view.unfit, about=f"the rewrite does not fit the optimizers of {contents.location}")
     return view
 
 
-def view_back(contents: Contents, view: RewriteView, written: Contents) -> RewriteView:
+def view_back(contents: Contents, view: RewrittenContents, written: Contents) -> RewrittenContents:
     """What the inverse of a rewrite makes of what was written by it, where `contents` were converted."""
     # A certificate says what does not come back, so that the way back must not refuse it.
     inverse = view.checked.inverse(lossy="allow")
-    return RewriteView.of(written, inverse, recorded=metas_of_contents(contents), settings={})
+    return rewritten_contents(written, inverse, recorded=metas_of_contents(contents), settings={})
 
 
-def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
+def rewritten(view: RewrittenContents, *, model_only: bool = False) -> Outputs:
     """What a rewrite makes of a checkpoint.
 
     model_only: outputs that are not the model's are left out. What it adds (`_ -> b`) has no elements, and is left out.
@@ -214,9 +213,7 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
     """
     contents, checked = view.stored, view.checked
     made = {
-        name: tensor
-        for name, tensor in view.contents.tensors.items()
-        if not model_only or is_model_name(name, contents.format)
+        name: tensor for name, tensor in view.tensors.items() if not model_only or is_model_name(name, contents.format)
     }
     sources = {name: sorted(checked.sources_of(name)) for name in made}
     # Only of what is written: a checkpoint without all of its optimizer state can still become a model.
@@ -229,7 +226,7 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         contents=contents,
         tensors={name: _with_pieces(view, made[name]) for name in sorted(made, key=lambda each: turn[groups[each]])},
         aliases={alias: name for alias, name in checked.ties.items() if name in made},
-        settings=view.contents.settings,
+        settings=view.settings,
         view=view,
         # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
         # window goes, for each part would read the same blocks again.
@@ -242,7 +239,7 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
     )
 
 
-def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
+def _with_pieces(view: RewrittenContents, output: StoredTensor) -> StoredTensor:
     """An output, with its pieces where the checkpoint has its elements in this order."""
     source = _unchanged_source(view.checked, output.name)
     if source is None:

@@ -10,29 +10,26 @@ Every rank finds the same outputs, or all raise the same error.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.comparison import unequal_numbers
-from shardwise.checkpoint.contents import Contents, model_name_of_master
-from shardwise.checkpoint.matching import WantedTensor
+from shardwise.checkpoint.contents import Contents, Place, model_name_of_master
 from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, with_degrees
-from shardwise.checkpoint.rewrite_view import (
-    Counterpart,
-    RewriteView,
+from shardwise.checkpoint.rewritten import (
     metas_of_contents,
     metas_of_pieces,
     outputs_with,
     padding_of,
     ranks_along_tp,
+    rewritten_contents,
 )
 from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
-from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, targets_of_scales
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, agreed, json_as, understood_once
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
@@ -66,7 +63,7 @@ class StateRewriting:
         self._rewrite = rewrite
         self._gathering = Gathering("pieces of a state under the names of a rewrite")
         self._key: object = None
-        self._found: tuple[Checked, list[tuple[Piece, list[Counterpart]]]] | None = None
+        self._found: tuple[Checked, list[tuple[Piece, list[Place]]]] | None = None
 
     def apply(
         self,
@@ -119,7 +116,7 @@ class StateRewriting:
         ties: Sequence[Mapping[str, str]],
         layout: Mapping[str, Any],
         order: Iterable[str],
-    ) -> tuple[Checked, list[tuple[Piece, list[Counterpart]]]]:
+    ) -> tuple[Checked, list[tuple[Piece, list[Place]]]]:
         """What is known of a state before its numbers are: where the elements of each piece of this rank go."""
         key = (list(texts), list(map(dict, ties)), layout, list(order))
         # A trainer saves the same state again and again: only numbers, such as the step, are looked at anew.
@@ -175,7 +172,7 @@ def _unequal(groups: Iterable[Sequence[str]], values: Mapping[str, tuple[str, st
 # States that are loaded into
 
 
-def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: Rewrite) -> RewriteView:
+def rewritten_for_load(channel: Channel, contents: Contents, state: State, rewrite: Rewrite) -> Contents:
     """What `contents` are under the names of a rewrite, for a load into `state`. All ranks call it together.
 
     Raises RewriteError, with every finding and the same on all ranks, where the rewrite does not fit what is stored.
@@ -194,10 +191,10 @@ def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: R
     known = {name: meta for name, meta in live.metas.items() if says_state or not is_state_name(name)}
     wanted = live.wanted(sources)
     with agreed(channel, purpose="verdict on a rewrite"):
-        view = RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
-        if view.checked.quantises:
+        made = rewritten_contents(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
+        if made.checked.quantises:
             raise RewriteError(f"the rewrite quantises, and ranks want parts of blocks. {_NOT_HERE}")
-        return view
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,60 +234,3 @@ class _Live:
             state_name(name, key): meta for name, meta in self.metas.items() if not is_state_name(name) for key in keys
         }
         return {**state, **self.metas}
-
-
-def without_place(view: RewriteView, wanted: Collection[str]) -> list[str]:
-    """Findings about what the rewrite adds, and is not among the names in the target."""
-    return [
-        f"{name}: the rewrite adds it, and the target has no such tensor" for name in view.added if name not in wanted
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """Where everything that ranks want is stored, and the tensors that take what this rank wants."""
-
-    names: list[str]
-    """The stored tensors."""
-    sources: list[list[Piece]]
-    """For each rank, pieces as they are stored."""
-    targets: list[ReadTarget]
-    """One for each piece of this rank: views of what it wants filled."""
-    padding: Sequence[PaddingTarget] = ()
-    """What of that is in no file."""
-    scales: "Located | None" = None
-    """What is read before: the scales of all ranks' targets, where any rank may have some."""
-
-
-def locate(
-    channel: Channel,
-    view: RewriteView,
-    wanted: Sequence[Piece],
-    source: Mapping[WantedTensor, str],
-    tensors: Mapping[Piece, torch.Tensor],
-) -> Located:
-    """Find the stored pieces of what this rank wants, and learn what the others want. All ranks call it together.
-
-    source: the output from which a wanted tensor is read.
-    """
-    found = [
-        target
-        for piece in wanted
-        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)], keeps=True)
-    ]
-    targets = [each for each in found if isinstance(each, ReadTarget)]
-    padding = [each for each in found if isinstance(each, PaddingTarget)]
-    scales = None
-    if view.checked.scales:
-        scales = _located(channel, targets_of_scales(targets))
-    return replace(_located(channel, targets), padding=padding, scales=scales)
-
-
-def _located(channel: Channel, targets: list[ReadTarget]) -> Located:
-    own = [target.source for target in targets]
-    text = pack_pieces(own)
-    texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
-    pieces_of = unpack_alike(texts, text, own)
-    sources = [pieces_of[each] for each in texts]
-    names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
-    return Located(names=list(names), sources=sources, targets=targets)

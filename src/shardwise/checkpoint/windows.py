@@ -11,14 +11,14 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
     one target    w[:, 0:6] as (4, 3, 2) with strides (2, 10, 1): the dim of 6 is folded in two
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTensor
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
@@ -28,7 +28,7 @@ from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
-from shardwise.rewrite.metas import KEPT_FILL, number_of
+from shardwise.rewrite.metas import KEPT_FILL, needed_casts, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
 
 WINDOW_BYTES = 8 << 20
@@ -184,10 +184,44 @@ class ReadTarget:
             start += length
 
 
+def pieces_of_scales(contents: Contents, places: Iterable[Place]) -> list[Piece]:
+    """What places need of scales."""
+    return [found.scales for place in places if (found := _scales_of(contents, place)) is not None]
+
+
+def _scales_of(contents: Contents, place: Place) -> Scales | None:
+    if (by := place.scales) is None:
+        return None
+    from shardwise.checkpoint.block_scales import BlockScales  # the core works without it
+
+    return BlockScales.of(place.piece, by.block, contents.stored.tensors[by.source])
+
+
 def targets_of_scales(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     """What has to be read before: the scales by which elements are multiplied."""
     found = [each.scales for each in targets if each.scales is not None]
     return [ReadTarget(each.scales, each.values, (each.scales.dtype,)) for each in found]
+
+
+def targets_of(
+    contents: Contents, piece: Piece, memory: torch.Tensor, name: str = "", *, keeps: bool = False
+) -> "Iterator[ReadTarget | PaddingTarget]":
+    """The stored pieces, and the padding, that make up a piece, and where in its memory each goes.
+
+    memory: in the shape of the piece's box with any strides, or flat for a run. name: what the contents call the
+    tensor, where the piece has another name; its dtype counts in any case. keeps: whether the memory is a target's.
+    """
+    for place in contents.places(piece, name or piece.name):
+        view = place.view(memory)
+        if (scales := _scales_of(contents, place)) is not None:
+            dtypes = (place.dtypes[0], *needed_casts((*place.dtypes[2:], piece.dtype)))
+            yield ReadTarget(place.piece, view, dtypes, scales=scales)
+            continue
+        dtypes = needed_casts((*place.dtypes, piece.dtype))
+        if place.fill is None:
+            yield ReadTarget(place.piece, view, dtypes)
+        elif not (keeps and place.fill == KEPT_FILL):
+            yield PaddingTarget(view, padding_value(place.fill, dtypes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,10 +388,6 @@ def _exact_reads(stored: Sequence[StoredPiece], targets: Sequence[ReadTarget]) -
         yield read
 
 
-TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget | PaddingTarget]]
-"""The stored pieces, and the padding, that make up a piece, and where in its memory each goes."""
-
-
 class PieceReader:
     """Reads pieces of stored tensors, or of a rewrite's outputs, into its own buffer.
 
@@ -369,23 +399,20 @@ class PieceReader:
         self,
         files: DataFiles,
         contents: Contents,
-        targets_of: TargetsOf | None = None,
         *,
         window: GrowingBuffer | None = None,
         digests: PassingDigests | None = None,
     ) -> None:
-        """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
+        """window: its own buffer, which it shares with readers that read when what it has read is used up.
 
-        window: its own buffer, which it shares with readers that read when what it has read is used up. digests: sees
-            all that is read.
+        digests: sees all that is read.
         """
         self.contents = contents
-        """What the checkpoint holds."""
+        """What the checkpoint holds, or what a rewrite makes of it."""
         self.read_bytes = 0
         """Bytes of data files read so far."""
         self._files = files
-        self._targets_of = targets_of
-        self._buffer = window or GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
+        self._buffer = window or GrowingBuffer(WINDOW_BYTES if contents.stored is contents else LARGE_WINDOW_BYTES)
         self._digests = digests
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -397,13 +424,14 @@ class PieceReader:
         parts = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
         targets: list[ReadTarget] = []
         for piece, part in zip(pieces, parts, strict=True):
-            for target in self._targets(piece, part):
+            memory = part if piece.run is not None else part.view(piece.shape)
+            for target in targets_of(self.contents, piece, memory):
                 if isinstance(target, PaddingTarget):
                     target.fill()
                 else:
                     targets.append(target)
         # Without a rewrite each piece is one target already.
-        targets = targets if self._targets_of is None else joined(targets)
+        targets = targets if self.contents.stored is self.contents else joined(targets)
         # Scales before the elements that are multiplied by them.
         if scales := targets_of_scales(targets):
             self._fill(scales)
@@ -450,13 +478,7 @@ class PieceReader:
                 self.read_bytes += reader.read_bytes
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
-        return self.contents.tensors[name].pieces
-
-    def _targets(self, piece: Piece, part: torch.Tensor) -> Iterable[ReadTarget | PaddingTarget]:
-        """The stored pieces and the padding that make up a piece, and where in its flat memory each goes."""
-        if self._targets_of is None:
-            return [ReadTarget(piece, part, (piece.dtype,))]
-        return self._targets_of(piece, part if piece.run is not None else part.view(piece.shape))
+        return self.contents.stored.tensors[name].pieces
 
 
 def is_in_strips(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[bool, int]:

@@ -13,19 +13,17 @@ for pieces of `k` and `v`, and the tensors that take them are views of the one t
 The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be transposed, or step over elements.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.contents import Contents, Effects, Place, StoredTensor
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
-from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, padding_value
+from shardwise.checkpoint.windows import padding_value
 from shardwise.errors import PlanError, RewriteError, few_of
 from shardwise.plan import Plan
-from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
 from shardwise.rewrite.metas import KEPT_FILL, needed_casts
 from shardwise.rewrite.strided_views import fill_of, scales_of
@@ -109,34 +107,6 @@ def _degrees(shape: tuple[int, ...], pieces: Iterable[Piece], num_ranks: int | N
 # Pieces of one side, as pieces of the other
 
 
-@dataclass(frozen=True, slots=True)
-class Counterpart:
-    """A piece of the other side, and where its elements are in the tensor of a piece of this side."""
-
-    piece: Piece
-    """In the dtype that it has on the other side."""
-    dtypes: tuple[str, ...]
-    """What a value passes through from the source of the rewrite to its target, both included."""
-    fragment: Fragment | None = None
-    """The elements in a block of this side; None: the tensor of this side holds the piece as it is."""
-    origin: tuple[int, ...] = ()
-    """Where in its tensor the block begins."""
-    block: tuple[int, tuple[int, ...]] | None = None
-    """Of the flat tensor of a run: the element with which the block begins, and its shape; None: the whole tensor."""
-
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in the tensor that holds them, in the shape of the other piece (flat, where that is a run)."""
-        if self.fragment is None:
-            return tensor
-        if self.block is not None:
-            start, shape = self.block
-            tensor = tensor[start : start + math.prod(shape)].view(shape)
-        strides = tensor.stride()
-        first = int(tensor.storage_offset()) + self.fragment.view_start(strides, self.origin)
-        # A rewrite keeps elements apart and moves none: whatever it does to indices is strides and a start.
-        return tensor.as_strided(self.fragment.shape, self.fragment.view_strides(strides), first)
-
-
 def kept_in(checked: Checked) -> list[str]:
     """The outputs of which a target keeps some elements."""
     return [name for name in checked.outputs if any(fill_of(each.other) == KEPT_FILL for each in checked.padding(name))]
@@ -156,15 +126,15 @@ def padding_of(checked: Checked) -> Iterator[tuple[Piece, torch.Tensor]]:
             yield piece, value.expand(each.shape)
 
 
-def outputs_with(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Counterpart]]]:
+def outputs_with(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Place]]]:
     """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
     outputs = checked.outputs
-    return [(piece, _counterparts(piece, piece.name, checked.push, outputs)) for piece in pieces]
+    return [(piece, _places(piece, piece.name, checked.push, outputs)) for piece in pieces]
 
 
-def _counterparts(
+def _places(
     piece: Piece, name: str, ask: Callable[[str, Box], Sequence[Fragment]], others: Mapping[str, TensorMeta]
-) -> list[Counterpart]:
+) -> list[Place]:
     """The pieces of the other side that have the elements of `piece`; what has no elements has none.
 
     name: what the tensor of the piece is called on this side of the rewrite. ask: `Checked.resolve` or `Checked.push`.
@@ -194,9 +164,9 @@ def _counterparts(
         if not any(scales_of(each.dtypes) for each in fragments) and all(
             _keeps_order(each, piece.box) for each in fragments
         ):
-            return [Counterpart(of(each, piece.run), each.dtypes) for each in fragments]
+            return [Place(of(each, piece.run), each.dtypes) for each in fragments]
     return [
-        Counterpart(of(each), each.dtypes, each, offset, None if piece.run is None else (start, shape))
+        Place(of(each), each.dtypes, each, offset, None if piece.run is None else (start, shape))
         for start, shape, offset in blocks_of(piece)
         for each in ask(name, Box(offset, shape))
     ]
@@ -220,88 +190,63 @@ def _keeps_order(fragment: Fragment, box: Box) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewriteView:
-    """A checkpoint under the names of a rewrite. Only metadata has been read."""
+class RewrittenContents(Contents):
+    """A checkpoint as it would be if it had been saved under the names of a rewrite. Only metadata has been read.
 
-    stored: Contents
+    Its tensors have no pieces in any file: `places` tells where their elements are.
+    """
+
+    of: Contents
     """The checkpoint to which the rewrite is applied."""
     checked: Checked
-    contents: Contents
-    """What it would be if it had been saved under the names of the rewrite. Its tensors have no pieces in any file."""
-    findings: tuple[str, ...]
+    unfit: tuple[str, ...]
     """What of the stored settings cannot be carried over."""
 
-    @classmethod
-    def of(
-        cls,
-        stored: Contents,
-        rewrite: Rewrite,
-        *,
-        sources: Mapping[str, TensorMeta] | None = None,
-        wanted: Mapping[str, TensorMeta] | None = None,
-        recorded: Mapping[str, TensorMeta] | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> "RewriteView":
-        """Apply a rewrite to a checkpoint.
+    @property
+    def stored(self) -> Contents:
+        """The checkpoint whose files have the elements."""
+        return self.of
 
-        sources: the tensors to which it is applied; the default is all. wanted, recorded: as for `Rewrite.apply`;
-        `recorded` adds to what the checkpoint itself has a record of. settings: instead of those of the checkpoint.
-        Raises RewriteError with every finding, and CheckpointError for settings that are not understood.
-        """
-        checked = rewrite.apply(
-            metas_of_contents(stored) if sources is None else sources,
-            wanted=wanted,
-            recorded={**recorded_metas(stored.settings, rewrite), **(recorded or {})},
-            aliases=stored.aliases,
+    @property
+    def effects(self) -> Effects:
+        """What the rewrite did besides giving tensors names."""
+        checked = self.checked
+        dropped = frozenset(checked.dropped)
+        return Effects(
+            dropped=dropped, added=checked.added, joined=checked.agree, unfit=self.unfit, notes=checked.notes
         )
-        renamed, findings = renamed_settings(stored.settings if settings is None else settings, checked)
-        tensors = {
-            name: StoredTensor(name=name, dtype=meta.dtype, shape=meta.shape, pieces=())
-            for name, meta in checked.outputs.items()
-        }
-        contents = replace(stored, tensors=tensors, aliases=checked.ties, settings=renamed)
-        return cls(stored=stored, checked=checked, contents=contents, findings=tuple(findings))
 
-    def read_targets(
-        self, piece: Piece, memory: torch.Tensor, output: str | None = None, *, keeps: bool = False
-    ) -> Iterator[ReadTarget | PaddingTarget]:
-        """The stored pieces, and the padding, that make up a piece of an output, and where in its memory each goes.
-
-        memory: in the shape of the piece's box with any strides, or flat for a run. output: what the rewrite calls the
-        tensor, where the piece has another name; its dtype counts in any case. keeps: whether the memory is a target's.
-        """
-        for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
-            if (scales := scales_of(each.dtypes)) is not None:
-                from shardwise.checkpoint.block_scales import BlockScales  # the core works without it
-
-                found = BlockScales.of(each.piece, scales.source, scales.block, self.checked.sources[scales.source])
-                dtypes = (each.dtypes[0], *needed_casts((*each.dtypes[2:], piece.dtype)))
-                yield ReadTarget(each.piece, each.view(memory), dtypes, scales=found)
-                continue
-            dtypes = needed_casts((*each.dtypes, piece.dtype))
-            if (fill := fill_of(each.piece.name)) is not None:
-                if not (keeps and fill == KEPT_FILL):
-                    yield PaddingTarget(each.view(memory), padding_value(fill, dtypes))
-            else:
-                yield ReadTarget(each.piece, each.view(memory), dtypes)
-
-    def keeps(self, name: str) -> bool:
-        """Whether a wanted tensor is not read: it, or the parameter whose state it is, keeps the value that it has."""
-        split = split_state_name(name)
-        return name in self.checked.added or (split is not None and split[0] in self.checked.added)
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """What the rewrite drops; optimizer state goes with its parameter."""
-        return _without_followers(self.checked.dropped)
-
-    @property
-    def added(self) -> tuple[str, ...]:
-        """What keeps the values that it has; optimizer state goes with its parameter."""
-        return _without_followers(self.checked.added)
+    def places(self, piece: Piece, name: str) -> Sequence[Place]:
+        """See `Contents`."""
+        return _places(piece, name, self.checked.resolve, self.checked.sources)
 
 
-def _without_followers(names: Collection[str]) -> tuple[str, ...]:
-    """The names, sorted, without optimizer state whose parameter is among them."""
-    split = {name: split_state_name(name) for name in names}
-    return tuple(sorted(name for name, parts in split.items() if parts is None or parts[0] not in names))
+def rewritten_contents(
+    stored: Contents,
+    rewrite: Rewrite,
+    *,
+    sources: Mapping[str, TensorMeta] | None = None,
+    wanted: Mapping[str, TensorMeta] | None = None,
+    recorded: Mapping[str, TensorMeta] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> RewrittenContents:
+    """Apply a rewrite to a checkpoint.
+
+    sources: the tensors to which it is applied; the default is all. wanted, recorded: as for `Rewrite.apply`;
+    `recorded` adds to what the checkpoint itself has a record of. settings: instead of those of the checkpoint.
+    Raises RewriteError with every finding, and CheckpointError for settings that are not understood.
+    """
+    checked = rewrite.apply(
+        metas_of_contents(stored) if sources is None else sources,
+        wanted=wanted,
+        recorded={**recorded_metas(stored.settings, rewrite), **(recorded or {})},
+        aliases=stored.aliases,
+    )
+    renamed, findings = renamed_settings(stored.settings if settings is None else settings, checked)
+    tensors = {
+        name: StoredTensor(name=name, dtype=meta.dtype, shape=meta.shape, pieces=())
+        for name, meta in checked.outputs.items()
+    }
+    kept = {each.name: getattr(stored, each.name) for each in fields(Contents)}
+    made = {"tensors": tensors, "aliases": checked.ties, "settings": renamed}
+    return RewrittenContents(**{**kept, **made}, of=stored, checked=checked, unfit=tuple(findings))
