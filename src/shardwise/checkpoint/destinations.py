@@ -52,7 +52,7 @@ class Copying:
     def __init__(self, store: Store, outputs: Outputs, progress: Progress, *, certify: bool) -> None:
         """certify: take digests of what is read of the store."""
         self.outputs = outputs
-        self.digests = PassingDigests(outputs.contents.tensors) if certify else None
+        self.digests = PassingDigests(outputs.contents.stored.tensors) if certify else None
         # The two readers never read at the same time, and share files and what they read into. Their windows are apart.
         files = DataFiles(store)
         self._readers = tuple(outputs.reader(files, digests=self.digests) for _ in range(2))
@@ -171,7 +171,7 @@ def _arrangement(outputs: Outputs, to: Literal["pieces", "whole"]) -> Arrangemen
         whole = [each.whole for each in tensors]
         return Arrangement(file_layout=to, tensors=whole, written=[whole])
     # Files of the source stand for ranks here: a commit knows files as those of ranks, and nothing else of them.
-    names = {each.file for tensor in outputs.contents.tensors.values() for each in tensor.pieces}
+    names = {each.file for tensor in outputs.contents.stored.tensors.values() for each in tensor.pieces}
     rank_of = {name: rank for rank, name in enumerate(sorted(names))}
     num_files = max(1, len(names))
     # Outputs that are put together have no place in the source that they could keep; they fill the files evenly.
@@ -194,7 +194,7 @@ def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:
         layout=contents.layout or f"converted from {contents.format}",
         block_bytes=contents.block_bytes,
         aliases=outputs.aliases,
-        settings=outputs.settings,
+        settings=contents.settings,
         extra={**contents.extra, **extra},
     )
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
@@ -14,7 +15,14 @@ from shardwise.checkpoint.model_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
-from shardwise.checkpoint.rewritten import RewrittenContents, kept_in, metas_of_contents, rewritten_contents
+from shardwise.checkpoint.rewritten import (
+    RewrittenContents,
+    kept_in,
+    metas_of_contents,
+    rewriting_of,
+    rewritten_contents,
+    sources_of,
+)
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import LARGE_WINDOW_BYTES, WINDOW_BYTES, PieceReader, check_whole, pieces_in_windows
 from shardwise.errors import CheckpointError, RewriteError
@@ -48,18 +56,18 @@ class Outputs:
     """What is written of a checkpoint."""
 
     contents: Contents
-    """The checkpoint that is read."""
+    """The checkpoint as it is, or what a rewrite makes of it; maybe more than is written."""
     tensors: Mapping[str, StoredTensor]
     """By name, in the order in which they are written. Their pieces are the places of their elements in the checkpoint,
     in this order, maybe under another name and in another dtype. Outputs that are put together have none.
     """
-    aliases: Mapping[str, str]
-    """Other names of outputs (ties)."""
-    settings: Mapping[str, Any]
-    view: RewrittenContents | None = None
-    """What makes them; None: they are the tensors of the checkpoint."""
     groups: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are best read together: each with the first output of its group. Others can be cut anywhere."""
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Other names of outputs (ties)."""
+        return {alias: name for alias, name in self.contents.aliases.items() if name in self.tensors}
 
     @property
     def num_bytes(self) -> int:
@@ -68,19 +76,19 @@ class Outputs:
 
     def check_agreement(self, store: Store) -> None:
         """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
-        if self.view is None:
+        if not (joined := self.contents.effects.joined):
             return
         # Only those that are written: an export of the model need not refuse because of optimizer state.
-        used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
-        groups = [group for group in self.view.checked.agree if not used.isdisjoint(group)]
-        findings, _ = joined_numbers(DataFiles(store), self.view, groups).findings()
+        used = {each for name in self.tensors for each in sources_of(self.contents, name)}
+        groups = [group for group in joined if not used.isdisjoint(group)]
+        findings, _ = joined_numbers(DataFiles(store), self.contents, groups).findings()
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
     def unchanged(self, name: str) -> str | None:
         """The tensor of the checkpoint that an output is, in the same order and dtype; None where it is made."""
-        source = name if self.view is None else _unchanged_source(self.view.checked, name)
-        is_same = source is not None and self.contents.tensors[source].dtype == self.tensors[name].dtype
+        source = _unchanged_source(self.contents, name)
+        is_same = source is not None and self.contents.stored.tensors[source].dtype == self.tensors[name].dtype
         return source if is_same else None
 
     def reader(
@@ -93,13 +101,12 @@ class Outputs:
 
         window, digests: see `PieceReader`.
         """
-        reader = PieceReader(files, self.view or self.contents, window=window, digests=digests)
-        if self.view is None or not self.view.checked.quantises:
+        reader, checked = PieceReader(files, self.contents, window=window, digests=digests), rewriting_of(self.contents)
+        if checked is None or not checked.quantises:
             return reader
         from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
 
-        wide = PieceReader(files, self.view, digests=digests)
-        return QuantisingReader(self.view.checked, reader, wide)
+        return QuantisingReader(checked, reader, PieceReader(files, self.contents, digests=digests))
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -107,7 +114,7 @@ class Outputs:
         Windows are of WINDOW_BYTES. Outputs that need the same elements of the checkpoint, or need them in another
         order, share a window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
         """
-        if self.view is None:
+        if rewriting_of(self.contents) is None:
             yield from _cut(pieces)
             return
         window: list[Piece] = []
@@ -151,12 +158,6 @@ def _grain(piece: Piece, max_bytes: int) -> int:
     return grain if grain and not piece.elements.start % grain else 1
 
 
-def as_they_are(contents: Contents) -> Outputs:
-    """The tensors of a checkpoint. Raises CheckpointError where stored pieces do not make them up."""
-    check_whole(contents, contents.tensors.values())
-    return Outputs(contents=contents, tensors=contents.tensors, aliases=contents.aliases, settings=contents.settings)
-
-
 def model_of(contents: Contents) -> Contents:
     """What of a checkpoint belongs to the model."""
     tensors = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
@@ -164,7 +165,7 @@ def model_of(contents: Contents) -> Contents:
     return replace(contents, tensors=tensors, aliases=aliases)
 
 
-def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewrittenContents:
+def made_of(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewrittenContents:
     """Apply a rewrite to a checkpoint that is converted.
 
     config: the configuration of the model, or None; parameters that the rewrite lacks are looked up there.
@@ -198,36 +199,40 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
     return view
 
 
-def view_back(contents: Contents, view: RewrittenContents, written: Contents) -> RewrittenContents:
-    """What the inverse of a rewrite makes of what was written by it, where `contents` were converted."""
+def way_back_of(made: Contents, written: Contents) -> Contents:
+    """What was written of contents, as the inverse of the rewrite that has made these leads back from it."""
+    if (checked := rewriting_of(made)) is None:
+        return written
     # A certificate says what does not come back, so that the way back must not refuse it.
-    inverse = view.checked.inverse(lossy="allow")
-    return rewritten_contents(written, inverse, recorded=metas_of_contents(contents), settings={})
+    inverse = checked.inverse(lossy="allow")
+    return rewritten_contents(written, inverse, recorded=metas_of_contents(made.stored), settings={})
 
 
-def rewritten(view: RewrittenContents, *, model_only: bool = False) -> Outputs:
-    """What a rewrite makes of a checkpoint.
+def outputs_of(contents: Contents, *, model_only: bool = False) -> Outputs:
+    """What is written of a checkpoint, as it is or as a rewrite makes it.
 
     model_only: outputs that are not the model's are left out. What it adds (`_ -> b`) has no elements, and is left out.
     Raises CheckpointError for stored pieces that do not make up what is needed.
     """
-    contents, checked = view.stored, view.checked
+    stored, checked = contents.stored, rewriting_of(contents)
+    if checked is None:
+        check_whole(contents, contents.tensors.values())
+        return Outputs(contents=contents, tensors=contents.tensors)
     made = {
-        name: tensor for name, tensor in view.tensors.items() if not model_only or is_model_name(name, contents.format)
+        name: tensor
+        for name, tensor in contents.tensors.items()
+        if not model_only or is_model_name(name, stored.format)
     }
-    sources = {name: sorted(checked.sources_of(name)) for name in made}
+    sources = {name: sorted(sources_of(contents, name)) for name in made}
     # Only of what is written: a checkpoint without all of its optimizer state can still become a model.
     needed = dict.fromkeys(each for found in sources.values() for each in found)
-    check_whole(contents, (contents.tensors[name] for name in needed))
+    check_whole(stored, (stored.tensors[name] for name in needed))
     groups = _groups(sources)
     sizes = Counter(groups.values())
     turn = {group: turn for turn, group in enumerate(dict.fromkeys(groups.values()))}
     return Outputs(
         contents=contents,
-        tensors={name: _with_pieces(view, made[name]) for name in sorted(made, key=lambda each: turn[groups[each]])},
-        aliases={alias: name for alias, name in checked.ties.items() if name in made},
-        settings=view.settings,
-        view=view,
+        tensors={name: _with_pieces(contents, name) for name in sorted(made, key=lambda each: turn[groups[each]])},
         # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
         # window goes, for each part would read the same blocks again.
         groups={
@@ -239,9 +244,9 @@ def rewritten(view: RewrittenContents, *, model_only: bool = False) -> Outputs:
     )
 
 
-def _with_pieces(view: RewrittenContents, output: StoredTensor) -> StoredTensor:
+def _with_pieces(contents: Contents, name: str) -> StoredTensor:
     """An output, with its pieces where the checkpoint has its elements in this order."""
-    source = _unchanged_source(view.checked, output.name)
+    output, source = contents.tensors[name], _unchanged_source(contents, name)
     if source is None:
         return output
     whole = output.whole
@@ -253,13 +258,16 @@ def _with_pieces(view: RewrittenContents, output: StoredTensor) -> StoredTensor:
             # Those of the source are of other blocks, or of the elements before a cast; what is written has its own.
             checksums=None,
         )
-        for each in view.stored.tensors[source].pieces
+        for each in contents.stored.tensors[source].pieces
     )
     return replace(output, pieces=pieces)
 
 
-def _unchanged_source(checked: Checked, name: str) -> str | None:
+def _unchanged_source(contents: Contents, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
+    checked = rewriting_of(contents)
+    if checked is None:
+        return name
     if checked.is_scales(name):
         return None
     value = checked.value(name)

@@ -58,7 +58,7 @@ def plan_folder(outputs: Outputs, request: FolderRequest, *, names: StateDictNam
 
 def _objects(outputs: Outputs, names: StateDictNames) -> Iterator[DcpObject]:
     contents = outputs.contents
-    groups = groups_of_torch(outputs.settings, idle=True)
+    groups = groups_of_torch(outputs.contents.settings, idle=True)
     if not groups:
         # State that no settings belong to: a group of its names makes it an optimizer for readers.
         split = filter(None, map(split_state_name, outputs.tensors))

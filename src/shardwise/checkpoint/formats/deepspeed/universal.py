@@ -173,7 +173,7 @@ def _groups(outputs: Outputs) -> Groups:
     """The groups of the optimizer. Without any, all with state are one group, and without state all floats are."""
     groups = [
         ([name for name in names if name in outputs.tensors], settings)
-        for names, settings in groups_of_torch(outputs.settings)
+        for names, settings in groups_of_torch(outputs.contents.settings)
     ]
     if groups:
         return groups

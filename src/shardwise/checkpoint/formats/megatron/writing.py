@@ -145,7 +145,7 @@ def _groups(outputs: Outputs) -> list[dict[str, Any]]:
     """The groups that Megatron makes: of what decays, and of what does not. Raises CheckpointError for others."""
     if not any(map(split_state_name, outputs.tensors)):
         return []  # it was never updated
-    stored = groups_of_torch(outputs.settings)
+    stored = groups_of_torch(outputs.contents.settings)
     if not stored:
         raise CheckpointError(
             "it has state of an optimizer, and no settings of one, which Megatron needs. Save it with its optimizer, "
