@@ -21,7 +21,6 @@ import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
-from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import Sink
 from shardwise.checkpoint.state_pieces import Held, hold
 from shardwise.checkpoint.states import State, wrong_rewrite
@@ -284,13 +283,14 @@ def _agree(
             f"{requests[0].decode()}; make the same call on all ranks"
         )
     facts = RankFacts.of(pieces, packed, purpose=_PURPOSE)
-    known = Holdings.of(channel, held, facts, None if rewrite is None else StateRewriting(rewrite))
+    known = Holdings.of(channel, facts, list(held.tensors), rewrite)
+    held = known.held(channel, held)
     holders = holders_by_tensor(known.lists)
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     # Names are asked of an engine.
     if names is None and channel.size > 1 and "plan" not in facts.layout:
-        compared = compared_replicas(channel, state, known.held, facts.layout, known.checked)
+        compared = compared_replicas(channel, state, held, facts.layout, known.checked)
         shared = shared_pieces(holders)
         samples = samples_of(shared, channel.rank, compared)()
         compare_samples(shared, channel.exchange(samples, purpose="samples of replicas"))
@@ -303,7 +303,7 @@ def _agree(
         entries = [(name, wholes[name]) for name in names]
     return _Supply(
         entries=[(known.plain.get(name, name), whole) for name, whole in entries],
-        filler=WindowFiller(channel, holders, known.held),
+        filler=WindowFiller(channel, holders, held),
         num_ranks=channel.size,
         receivers=receivers,
         is_receiver=channel.rank in receivers,

@@ -7,23 +7,35 @@ knows afterwards     who holds what, under which names
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint.comparison import unequal_numbers
+from shardwise.checkpoint.contents import Place
 from shardwise.checkpoint.renamed_settings import layout_of
-from shardwise.checkpoint.rewrite_agreement import StateRewriting
+from shardwise.checkpoint.rewritten import (
+    beside_pieces,
+    checked_for_state,
+    metas_of_pieces,
+    places_in_outputs,
+    ranks_along_tp,
+    rewritten_held,
+)
 from shardwise.checkpoint.state_pieces import Held, merge_ties
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.comm import Channel
-from shardwise.comm.agreement import json_as, understood
+from shardwise.comm.agreement import a_table, agreed, json_as, understood
+from shardwise.comm.local_tensors import bytes_of
+from shardwise.errors import CheckpointError
 from shardwise.moving.piece_exchange import pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name, plain_names
 from shardwise.plan.saved_settings import merge_settings
-from shardwise.rewrite import Checked
+from shardwise.rewrite import Checked, Rewrite
 from shardwise.space import Piece
 
 _FACTS = tuple[dict[str, str], list[str], bool, dict[str, Any]]
@@ -101,10 +113,8 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """Who holds what."""
+    """Who holds what, under the names of a state or under those that a rewrite gives."""
 
-    held: Held
-    """What this rank holds."""
     lists: Sequence[Sequence[Piece]]
     """What each rank holds, under the first name of each tensor."""
     aliases: Mapping[str, str]
@@ -113,26 +123,63 @@ class Holdings:
     """Names in the order of the model, as far as it is known."""
     plain: Mapping[str, str]
     """The names of a model without wrappers around its modules, where they are others."""
-    checked: Checked | None
+    checked: Checked | None = None
     """The rewrite that gave these names."""
+    places: Sequence[tuple[Piece, Sequence[Place]]] = ()
+    """Of each piece of this rank where its elements go under these names."""
 
     @classmethod
-    def of(cls, channel: Channel, held: Held, facts: RankFacts, rewriting: StateRewriting | None) -> "Holdings":
-        """All ranks call it together; raises the same error on all. held: what this rank holds, as it says."""
-        texts, ties, order, checked = facts.pieces, facts.ties, facts.order, None
-        if rewriting is not None:
-            became = rewriting.apply(channel, held, texts, ties, facts.layout, order)
-            held, texts, ties = became.held, became.texts, [became.held.aliases] * channel.size
-            checked = became.checked
-            order = list(checked.outputs)
-        own = list(held.tensors)
-        pieces_of = unpack_alike(texts, pack_pieces(own), own)
-        aliases = merge_ties(ties, [pieces_of[text] for text in texts])
-        lists = [[each for each in pieces_of[text] if each.name not in aliases] for text in texts]
-        names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
-        tied = (alias for alias, name in aliases.items() if name in names)
-        plain = plain_names([*names, *tied]) if facts.is_of_model and rewriting is None else {}
-        return cls(held=held, lists=lists, aliases=aliases, order=order, plain=plain, checked=checked)
+    def of(cls, channel: Channel, facts: RankFacts, own: list[Piece], rewrite: Rewrite | None) -> "Holdings":
+        """All ranks call it together; nothing moves. own: what this rank holds, as it says in `facts`.
+
+        Raises the same error on all ranks: RewriteError, with every finding, if the rewrite does not fit.
+        """
+        held = unpack_alike(facts.pieces, pack_pieces(own), own)
+        aliases = merge_ties(facts.ties, [held[text] for text in facts.pieces])
+        first = {text: [each for each in pieces if each.name not in aliases] for text, pieces in held.items()}
+        if rewrite is None:
+            names = dict.fromkeys(piece.name for pieces in held.values() for piece in pieces)
+            tied = (alias for alias, name in aliases.items() if name in names)
+            plain = plain_names([*names, *tied]) if facts.is_of_model else {}
+            lists = [first[text] for text in facts.pieces]
+            return cls(lists=lists, aliases=aliases, order=facts.order, plain=plain)
+        metas = metas_of_pieces(chain.from_iterable(first.values()), num_ranks=ranks_along_tp(facts.layout))
+        # In the model's order where that is known: outputs come in the order of their sources.
+        sources = {name: metas[name] for name in dict.fromkeys([*facts.order, *metas]) if name in metas}
+        with agreed(channel, purpose="verdict on a rewrite"):
+            checked = checked_for_state(rewrite, sources, aliases, facts.layout)
+        beside = beside_pieces(checked)
+        places = {text: places_in_outputs(checked, pieces) for text, pieces in first.items()}
+        under = {
+            text: list(dict.fromkeys([*(each.piece for _, found in known for each in found), *beside]))
+            for text, known in places.items()
+        }
+        return cls(
+            lists=[under[text] for text in facts.pieces],
+            aliases=dict(checked.ties),
+            order=list(checked.outputs),
+            plain={},
+            checked=checked,
+            places=places[facts.pieces[channel.rank]],
+        )
+
+    def held(self, channel: Channel, held: Held) -> Held:
+        """What this rank holds, under these names: views of its tensors. All ranks call it together.
+
+        Raises CheckpointError, the same on all ranks, if numbers differ that a rewrite joins into one.
+        """
+        if self.checked is None:
+            return held
+        if groups := self.checked.agree:
+            # They are few and small: each rank tells those that it holds.
+            numbers = {name for group in groups for name in group}
+            mine = {piece.name: _value_of(tensor) for piece, tensor in held.tensors.items() if piece.name in numbers}
+            purpose = "numbers that a rewrite joins"
+            answers = channel.exchange(json.dumps(mine).encode(), purpose=purpose)
+            values = dict(chain.from_iterable(each.items() for each in understood(answers, a_table, purpose=purpose)))
+            if findings := _unequal(groups, values):
+                raise CheckpointError(*findings, about="the state does not fit the rewrite")
+        return rewritten_held(self.checked, self.places, held)
 
     def names(self) -> dict[str, list[str]]:
         """All names of each tensor, plain ones where it has them, by the one that the lists have."""
@@ -141,3 +188,20 @@ class Holdings:
             if name in found:
                 found[name].append(alias)
         return {name: [self.plain.get(each, each) for each in names] for name, names in found.items()}
+
+
+def _value_of(element: torch.Tensor) -> tuple[str, str]:
+    """Bytes of the element of a tensor in hexadecimal digits, and the element as people write it."""
+    plain = element.detach().resolve_conj().resolve_neg().cpu().reshape(1).contiguous()
+    return bytes_of(plain.view(torch.uint8)).hex(), str(plain.item())
+
+
+def _unequal(groups: Iterable[Sequence[str]], values: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Findings about numbers that a rewrite joins into one, and that are not equal to the bit."""
+    # By bits: NaN is equal to itself, and -0.0 is not 0.0.
+    findings = []
+    for group in groups:
+        one, *others = [name for name in group if name in values] or [""]
+        if other := next((each for each in others if values[each][0] != values[one][0]), None):
+            findings.append(unequal_numbers(group, (one, values[one][1]), (other, values[other][1])))
+    return findings

@@ -17,13 +17,14 @@ import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredTensor, model_name_of_master, without_followers
+from shardwise.checkpoint.holdings import RankFacts, facts_of
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
 from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
-from shardwise.checkpoint.rewrite_agreement import rewritten_for_load
+from shardwise.checkpoint.rewritten import metas_of_pieces, ranks_along_tp, rewritten_for_load
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import (
@@ -52,9 +53,12 @@ from shardwise.errors import CheckpointError, DataError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
-from shardwise.rewrite import Rewrite
+from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
+
+_AT_ONCE_BYTES = 1 << 20
+"""What all ranks say of the target goes in one exchange where it is no more than this."""
 
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
@@ -252,7 +256,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
     if options.rewrite is not None:
-        contents = rewritten_for_load(channel, contents, state, options.rewrite)
+        live, takes_state = _live(channel, state)
+        contents = rewritten_for_load(contents, options.rewrite, live, takes_state=takes_state)
     held, restoration, wanted, found = _settle(channel, state, contents, options)
     rounds, padding = _located(channel.rank, contents, held, wanted, found)
     verify = bool(options.verify) and contents.verifiable
@@ -316,6 +321,22 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     return restoration, report
 
 
+def _live(channel: Channel, state: State) -> tuple[dict[str, TensorMeta], bool]:
+    """The tensors of the target on all ranks, and whether it takes over the state of optimizers.
+
+    They say what placeholders of a rewrite stand for, and how tensors are cut. Raises the same error on all ranks.
+    """
+    purpose = "tensors of the target of a rewrite"
+    with Gathering(purpose, at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+        held = hold(state, what="the target")
+        gathered.own, gathered.value = facts_of(state, held), bytes([bool(held.settings.get("optimizers"))])
+    facts = RankFacts.of(*gathered.texts, purpose=purpose)
+    pieces_of = unpack_alike(facts.pieces, gathered.own[0], list(held.tensors))
+    metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=ranks_along_tp(facts.layout))
+    tied = {alias: metas[name] for ties in facts.ties for alias, name in ties.items() if name in metas}
+    return {**metas, **tied}, b"\1" in gathered.values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reads:
     """Stored pieces that ranks want, and the tensors that take those of this rank."""
@@ -373,7 +394,7 @@ def _settle(
         with agreed(channel, purpose="order of the target's optimizers"):
             ordered = as_numbered(contents, state.numbering(), notes)
     contents = ordered.contents
-    with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
+    with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
         held, restoration = _target(state, contents)
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
@@ -384,11 +405,11 @@ def _settle(
             json.dumps([held.aliases, sorted(accounted_here)]).encode(),
             json.dumps(list(misfits)).encode(),
         ]
-    texts, facts_of, misfits_of = gathered.texts
+    texts, known_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
-    ties_of, names_of = zip(*understood_once(facts_of, _facts_in, purpose="ties of the target"), strict=True)
+    ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     placed = {kind.name for kind in kinds} | aliases.keys()
     kinds = {kind: None for kind in kinds if not effects.keeps(kind.name)}

@@ -1,4 +1,4 @@
-"""Rewrite view: pieces on one side of a rewrite, as pieces of the other side and views of the memory that holds them.
+"""Rewritten: pieces on one side of a rewrite, as pieces of the other side and views of the memory that holds them.
 
 A save asks where the elements go that a rank holds. A load and a conversion ask where the wanted elements are stored.
 Writers, readers and senders then work with plain pieces and tensors, and know of no rewrite.
@@ -13,23 +13,26 @@ for pieces of `k` and `v`, and the tensors that take them are views of the one t
 The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be transposed, or step over elements.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, Effects, Place, StoredTensor
-from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
+from shardwise.checkpoint.contents import Contents, Effects, Place, StoredTensor, model_name_of_master
+from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, renamed_settings, with_degrees
+from shardwise.checkpoint.state_pieces import Held
 from shardwise.checkpoint.windows import padding_value
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import PlanError, RewriteError, few_of
 from shardwise.plan import Plan
+from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
 from shardwise.rewrite.metas import KEPT_FILL, needed_casts
 from shardwise.rewrite.strided_views import fill_of, scales_of
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
-from shardwise.space.pieces import blocks_of
+from shardwise.space.pieces import blocks_of, known_piece
 
 # What a rewrite has to know of tensors
 
@@ -112,26 +115,6 @@ def kept_in(checked: Checked) -> list[str]:
     return [name for name in checked.outputs if any(fill_of(each.other) == KEPT_FILL for each in checked.padding(name))]
 
 
-def padding_of(checked: Checked) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """The elements of outputs that are in no source, as pieces: each is one value, which takes the memory of one."""
-    if kept := kept_in(checked):
-        raise RewriteError(
-            f"fill='{KEPT_FILL}' keeps what the target of a load has in {few_of(kept)}, and here is no load; give a "
-            "number"
-        )
-    for name, meta in checked.outputs.items():
-        for each in checked.padding(name):
-            value = padding_value(fill_of(each.other) or "", needed_casts(each.dtypes))
-            piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=each.first, shape=each.shape)
-            yield piece, value.expand(each.shape)
-
-
-def outputs_with(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Place]]]:
-    """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
-    outputs = checked.outputs
-    return [(piece, _places(piece, piece.name, checked.push, outputs)) for piece in pieces]
-
-
 def _places(
     piece: Piece, name: str, ask: Callable[[str, Box], Sequence[Fragment]], others: Mapping[str, TensorMeta]
 ) -> list[Place]:
@@ -145,14 +128,7 @@ def _places(
         # Padding is as if it were a box of a tensor of its own.
         is_padding = fill_of(fragment.other) is not None
         meta = TensorMeta(fragment.shape, fragment.dtypes[0]) if is_padding else others[fragment.other]
-        return Piece(
-            name=fragment.other,
-            dtype=meta.dtype,
-            global_shape=meta.shape,
-            offset=fragment.offset,
-            shape=fragment.shape,
-            run=run,
-        )
+        return known_piece(fragment.other, meta.dtype, meta.shape, fragment.offset, fragment.shape, run)
 
     if not piece.num_elements:
         return []
@@ -184,6 +160,76 @@ def _keeps_order(fragment: Fragment, box: Box) -> bool:
         strict=True,
     )
     return fragment.num_elements == box.num_elements and all(size == 1 or one == other for size, one, other in strides)
+
+
+# States
+
+
+def checked_for_state(
+    rewrite: Rewrite, sources: Mapping[str, TensorMeta], aliases: Mapping[str, str], layout: Mapping[str, Any]
+) -> Checked:
+    """Apply a rewrite to what ranks hold. layout: `layout_of` the settings of all ranks.
+
+    Raises RewriteError where it does not fit, and where it makes what no rank holds.
+    """
+    # A live state that was loaded through a rewrite knows what that was applied to, as its save will.
+    recorded = recorded_metas(layout, rewrite)
+    checked = rewrite.apply(with_degrees(sources, layout), recorded=recorded, aliases=aliases)
+    if checked.quantises or checked.scales:
+        raise RewriteError(f"the rewrite quantises or dequantises, and ranks hold parts of blocks. {_NOT_HERE}")
+    if checked.added:
+        raise RewriteError(
+            f"{', '.join(sorted(checked.added))}: the rewrite adds a tensor that keeps its current value (`_ -> "
+            "b`), and nothing here has one. Use it for loads into a state"
+        )
+    if kept := kept_in(checked):
+        raise RewriteError(
+            f"fill='{KEPT_FILL}' keeps what the target of a load has in {few_of(kept)}, and here is no load; give a "
+            "number"
+        )
+    return checked
+
+
+_NOT_HERE = "Save or load without it, and convert (shardwise ckpt convert) with it"
+
+
+def places_in_outputs(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Place]]]:
+    """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
+    outputs = checked.outputs
+    return [(piece, _places(piece, piece.name, checked.push, outputs)) for piece in pieces]
+
+
+def beside_pieces(checked: Checked) -> dict[Piece, torch.Tensor]:
+    """What every rank holds of outputs: what is in no source, each piece in the memory of one value, and what has no
+    elements.
+    """
+    wholes = {
+        name: Piece(name=name, dtype=meta.dtype, global_shape=meta.shape) for name, meta in checked.outputs.items()
+    }
+    padding = {
+        replace(whole, offset=each.first, shape=each.shape): padding_value(
+            fill_of(each.other) or "", needed_casts(each.dtypes)
+        ).expand(each.shape)
+        for name, whole in wholes.items()
+        for each in checked.padding(name)
+    }
+    empty = {
+        each: torch.empty(each.shape, dtype=torch_dtype(each.dtype)) for each in wholes.values() if 0 in each.shape
+    }
+    return {**padding, **empty}
+
+
+def rewritten_held(checked: Checked, places: Iterable[tuple[Piece, Iterable[Place]]], held: Held) -> Held:
+    """What a rank holds, under the names of a rewrite. places: of its pieces, see `places_in_outputs`."""
+    tensors: dict[Piece, torch.Tensor] = {}
+    casts: dict[Piece, tuple[str, ...]] = {}
+    for piece, found in places:
+        for each in found:
+            # A view of the state's own memory: nothing is copied before it is written or sent.
+            tensors[each.piece] = each.view(held.tensors[piece])
+            if len(dtypes := needed_casts(each.dtypes)) > 1:
+                casts[each.piece] = dtypes[1:]
+    return Held(tensors={**tensors, **beside_pieces(checked)}, aliases=dict(checked.ties), casts=casts)
 
 
 # Checkpoints
@@ -261,3 +307,31 @@ def sources_of(contents: Contents, name: str) -> Collection[str]:
     """The stored tensors that a tensor is made of."""
     checked = rewriting_of(contents)
     return (name,) if checked is None else checked.sources_of(name)
+
+
+def rewritten_for_load(
+    contents: Contents, rewrite: Rewrite, live: Mapping[str, TensorMeta], *, takes_state: bool
+) -> RewrittenContents:
+    """What `contents` are under the names of a rewrite, for a load into a state.
+
+    live: the tensors of the target on all ranks, those that are tied under every name. takes_state: whether it takes
+    over the state of optimizers. Raises RewriteError, with every finding, where the rewrite does not fit.
+    """
+    sources = metas_of_contents(contents)
+    says_state = names_state(rewrite)
+    # Stored optimizer state is nothing to a target without optimizers, and must not refuse its load. Masters stay: a
+    # parameter and its master stand for each other.
+    if not (takes_state or says_state or any(map(is_state_name, live))):
+        sources = {
+            name: meta
+            for name, meta in sources.items()
+            if not is_state_name(name) or model_name_of_master(name) is not None
+        }
+    known = {name: meta for name, meta in live.items() if says_state or not is_state_name(name)}
+    # All that the target may want: the state of its optimizers is made when it is loaded, if it is not there.
+    keys = {split[1]: None for split in map(split_state_name, sources) if split is not None}
+    state = {state_name(name, key): meta for name, meta in live.items() if not is_state_name(name) for key in keys}
+    made = rewritten_contents(contents, rewrite, sources=sources, wanted={**state, **live}, recorded=known)
+    if made.checked.quantises:
+        raise RewriteError(f"the rewrite quantises, and ranks want parts of blocks. {_NOT_HERE}")
+    return made

@@ -19,13 +19,12 @@ from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard
 from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.full_tensors import stream_whole
-from shardwise.checkpoint.holdings import compared_replicas
+from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import layout_of, renamed_settings
-from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
 from shardwise.checkpoint.saves import Listing, check_retention, remove_older, storing
-from shardwise.checkpoint.state_pieces import Held, KnownDTensors, hold, merge_ties
+from shardwise.checkpoint.state_pieces import Held, KnownDTensors, hold
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
@@ -33,7 +32,7 @@ from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError, MismatchError, PlanError
-from shardwise.moving.piece_exchange import Gathering, merged_settings, pack_pieces, unpack_pieces
+from shardwise.moving.piece_exchange import Gathering, merged_settings, pack_pieces
 from shardwise.moving.replica_samples import samples_of
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import settings_apart
@@ -274,9 +273,8 @@ class SaveMemory:
         self.known_dtensors = KnownDTensors()
         self.gathering = Gathering(_FACTS)
         self._store: Store | None = None
-        self._rewriting: StateRewriting | None = None
         self._key: object = None
-        self._kept: tuple[dict[str, str], Arrangement] | None = None
+        self._kept: tuple[Holdings, Arrangement] | None = None
 
     def store_of(self, path: Address) -> Store:
         """The store; every save through this memory goes to the same one, and what it knows of its service is kept."""
@@ -284,24 +282,17 @@ class SaveMemory:
             self._store = store_of(path)
         return self._store
 
-    def rewriting(self, rewrite: Rewrite) -> StateRewriting:
-        """What applies the rewrite; every save through this memory has the same one."""
-        if self._rewriting is None:
-            self._rewriting = StateRewriting(rewrite)
-        return self._rewriting
-
     def arranged(
-        self, texts: Sequence[bytes], ties: Sequence[Mapping[str, str]], file_layout: FileLayout
-    ) -> tuple[dict[str, str], Arrangement]:
-        """The ties of all ranks, and who writes what, from the texts of every rank's pieces."""
-        key = (tuple(texts), tuple(map(repr, ties)), file_layout)
+        self, channel: Channel, facts: RankFacts, held: Held, arguments: Arguments
+    ) -> tuple[Holdings, Arrangement]:
+        """Who holds what, under the names of the rewrite if there is one, and who writes what."""
+        # Every save through this memory has the same rewrite.
+        key = (list(facts.pieces), list(map(repr, facts.ties)), facts.layout, arguments.file_layout)
         # Most saves of a run are of a state that is cut as the last one was: the texts of all pieces are the same, and
-        # nothing is planned.
+        # nothing is planned. Only numbers, such as the step, are looked at anew.
         if self._kept is None or key != self._key:
-            pieces = understood(texts, cache(unpack_pieces), purpose="pieces of a save")
-            aliases = merge_ties(ties, pieces)
-            by_rank = [[piece for piece in held if piece.name not in aliases] for held in pieces]
-            self._key, self._kept = key, (aliases, arrange(by_rank, file_layout, block_bytes=BLOCK_BYTES))
+            known = Holdings.of(channel, facts, list(held.tensors), arguments.rewrite)
+            self._key, self._kept = key, (known, arrange(known.lists, arguments.file_layout, block_bytes=BLOCK_BYTES))
         return self._kept
 
 
@@ -339,23 +330,22 @@ def prepare(
     ties = understood(aliases_of_all, cache(json_as(dict[str, str])), purpose=_FACTS)
     # Ranks know different settings, such as the optimizers of their own stage.
     settings = merged_settings(settings_of_all, purpose=_FACTS)
-    became = None
-    if arguments.rewrite is not None:
-        became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, layout_of(settings))
-        held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
-        settings, findings = renamed_settings(settings, became.checked)
+    of_ranks = RankFacts(pieces=pieces, ties=ties, order=(), is_of_model=False, layout=layout_of(settings))
+    known, arrangement = memory.arranged(channel, of_ranks, held, arguments)
+    held = known.held(channel, held)
+    if known.checked is not None:
+        settings, findings = renamed_settings(settings, known.checked)
         if findings:
             raise CheckpointError(*findings, about="the optimizers do not fit the rewrite")
-    aliases, arrangement = memory.arranged(pieces, ties, arguments.file_layout)
     description = Description(
         step=arguments.step,
         layout=_layout_in_words(settings, channel.size),
         block_bytes=BLOCK_BYTES,
-        aliases=aliases,
+        aliases=known.aliases,
         settings=settings,
         extra=arguments.extra or {},
     )
-    compared = compared_replicas(channel, state, held, settings, None if became is None else became.checked)
+    compared = compared_replicas(channel, state, held, settings, known.checked)
     return Prepared(
         samples=samples_of(arrangement.shared if compared else (), channel.rank, compared),
         store=store,

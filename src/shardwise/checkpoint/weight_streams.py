@@ -21,7 +21,6 @@ import torch
 
 from shardwise.checkpoint.contents import model_name_of_master
 from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
-from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
 from shardwise.checkpoint.stream_digests import (
@@ -202,10 +201,12 @@ class _StreamLayouts:
     """The same on all ranks, and on none after another call."""
     digests: Sequence[bytes]
     """Of what each rank had said."""
-    facts: RankFacts
+    layout: Mapping[str, Any]
+    """Of the source, see `layout_of`."""
     shared: SharedPieces
     """What of the source several ranks hold."""
-    rewriting: StateRewriting | None
+    holdings: Holdings
+    """Who gives what."""
     sources: Mapping[Piece, Piece]
     """What this rank gives, as the plan calls it, and as it holds it."""
     batches: Sequence[Sequence[PlacedDelivery]]
@@ -217,15 +218,11 @@ class _StreamLayouts:
 
     def samples(self, channel: Channel, given: _GivenStream) -> bytes:
         """Of the replicas that this rank gives now."""
-        return _samples(channel, given, self.facts, self.shared)
+        return _samples(channel, given, self.layout, self.shared)
 
     def held_again(self, channel: Channel, given: _GivenStream) -> Held:
         """What this rank gives now: maybe other tensors in the same layout."""
-        held = given.held
-        if self.rewriting is not None:
-            facts = self.facts
-            held = self.rewriting.apply(channel, held, facts.pieces, facts.ties, facts.layout, facts.order).held
-        return self.renamed(held)
+        return self.renamed(self.holdings.held(channel, given.held))
 
     def renamed(self, held: Held) -> Held:
         """The same tensors, as the plan calls them."""
@@ -235,8 +232,8 @@ class _StreamLayouts:
         )
 
 
-def _samples(channel: Channel, given: _GivenStream, facts: RankFacts, shared: SharedPieces) -> bytes:
-    compared = compared_replicas(channel, given.source, given.held, facts.layout, None)
+def _samples(channel: Channel, given: _GivenStream, layout: Mapping[str, Any], shared: SharedPieces) -> bytes:
+    compared = compared_replicas(channel, given.source, given.held, layout, None)
     return samples_of(shared, channel.rank, compared)()
 
 
@@ -246,9 +243,9 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
         gathered.own, gathered.value = given.texts, os.urandom(_DIGEST_BYTES)
     requests, pieces, packed, wants = gathered.texts
     rewrite = _one_rewrite(channel, requests, given.rewrite)
-    rewriting = None if rewrite is None else StateRewriting(rewrite)
     facts = RankFacts.of(pieces, packed, purpose=_PURPOSE)
-    known = Holdings.of(channel, given.held, facts, rewriting)
+    known = Holdings.of(channel, facts, list(given.held.tensors), rewrite)
+    source = known.held(channel, given.held)
     own_targets = list(given.wanted.tensors)
     pieces_of = unpack_alike(wants, given.texts[-1], own_targets)
     targets = [pieces_of[text] for text in wants]
@@ -269,7 +266,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
         shared = shared_pieces(holders_by_tensor([known_as[text] for text in pieces]))
     with agreed(channel, purpose="casts and replicas of a stream") as agreement:
         # Only the giver of a value that its rewrite casts knows of the cast.
-        agreement.value = bytes([bool(known.held.casts)]) + _samples(channel, given, facts, shared)
+        agreement.value = bytes([bool(source.casts)]) + _samples(channel, given, facts.layout, shared)
     compare_samples(shared, [each[1:] for each in agreement.values])
     sources = dict(given_as[channel.rank])
     deliveries = PlanDeliveries(plan, channel.rank, list(sources), own_targets)
@@ -278,9 +275,9 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     layouts = _StreamLayouts(
         key=digest_of(b"".join(gathered.values)),
         digests=digests,
-        facts=facts,
+        layout=facts.layout,
         shared=shared,
-        rewriting=rewriting,
+        holdings=known,
         sources=sources,
         batches=placed(deliveries.batches(in_order=False)),
         needed_bytes=plan.needed_bytes(),
@@ -288,7 +285,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
         casts_in_rewrite=any(each.startswith(b"\1") for each in agreement.values),
         unwanted=tuple(known.plain.get(name, name) for name in in_order if name in unwanted),
     )
-    return layouts, layouts.renamed(known.held)
+    return layouts, layouts.renamed(source)
 
 
 def _one_rewrite(channel: Channel, requests: Sequence[bytes], own: Rewrite | None) -> Rewrite | None:

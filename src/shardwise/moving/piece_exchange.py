@@ -35,6 +35,8 @@ from shardwise.space import Piece
 
 _DIGEST_BYTES = 16
 
+_LENGTH = struct.Struct("<I")
+
 PIECES = "pieces to reshard"
 """The purpose of what ranks tell each other of them."""
 
@@ -58,8 +60,13 @@ class Gathering:
     What several ranks say travels once, and what was said the last time not at all.
     """
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, *, at_once_bytes: int = 0) -> None:
+        """at_once_bytes: where all ranks together give less, texts go with their digests, and need no second exchange.
+
+        Equal ones travel then, too.
+        """
         self._purpose = purpose
+        self._at_once_bytes = at_once_bytes
         self._known: dict[bytes, bytes] = {}
 
     def gather(self, channel: Channel, texts: Sequence[bytes]) -> list[list[bytes]]:
@@ -76,19 +83,32 @@ class Gathering:
             yield gathered
             own = {digest_of(text): text for text in gathered.own}
             mine = [digest_of(text) for text in gathered.own]
-            agreement.value = b"".join(mine) + gathered.value
+            given = json.dumps([text.decode() for digest, text in own.items() if digest not in self._known]).encode()
+            if len(given) * channel.size > self._at_once_bytes:
+                given = b"[]"
+            agreement.value = b"".join([*mine, _LENGTH.pack(len(given)), given, gathered.value])
         width = len(mine) * _DIGEST_BYTES
-        digests = understood(
-            agreement.values,
-            lambda answer: [*struct.unpack(f"{_DIGEST_BYTES}s" * len(mine), answer[:width])],
-            purpose=self._purpose,
-        )
+        begin = width + _LENGTH.size
+
+        def taken_apart(answer: bytes) -> tuple[list[bytes], dict[bytes, bytes], bytes]:
+            (length,) = _LENGTH.unpack_from(answer, width)
+            texts = texts_in(answer[begin : begin + length])
+            return (
+                [*struct.unpack(f"{_DIGEST_BYTES}s" * len(mine), answer[:width])],
+                _by_digest(texts),
+                answer[begin + length :],
+            )
+
+        said = understood(agreement.values, taken_apart, purpose=self._purpose)
+        digests = [each for each, _, _ in said]
         # The first rank that says a text sends it to all: each knows from the digests who that is, and in what order.
         first_of: dict[bytes, int] = {}
         for rank, each in enumerate(digests):
             for digest in each:
                 first_of.setdefault(digest, rank)
         known = dict(self._known)
+        for _, given_at_once, _ in said:
+            known |= given_at_once
         # What all say, each has: its own. So it is with replicas, and in most calls.
         sayers = Counter(chain.from_iterable(map(set, digests)))
         unknown = [digest for digest in first_of if digest not in known and sayers[digest] < channel.size]
@@ -107,7 +127,7 @@ class Gathering:
         # Only the last texts are kept: a state that changes its cut would otherwise be remembered in all its forms.
         self._known = {digest: known[digest] for digest in first_of}
         gathered.texts = [[self._known[each[at]] for each in digests] for at in range(len(mine))]
-        gathered.values = [answer[width:] for answer in agreement.values]
+        gathered.values = [value for _, _, value in said]
 
 
 def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:

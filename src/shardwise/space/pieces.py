@@ -113,16 +113,28 @@ class Piece:
 
 def known_part(tensor: Piece, offset: tuple[int, ...], shape: tuple[int, ...], run: Run | None) -> Piece:
     """Return a piece of the tensor of another piece, without a check: it is known to be one."""
+    return known_piece(tensor.name, tensor.dtype, tensor.global_shape, offset, shape, run)
+
+
+def known_piece(
+    name: str,
+    dtype: str,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    run: Run | None,
+) -> Piece:
+    """Return a piece without a check: it is known to be one."""
     # There may be a million of them, and to check each takes six times as long as to make it.
-    part = object.__new__(Piece)
+    piece = object.__new__(Piece)
     put = object.__setattr__
-    put(part, "name", tensor.name)
-    put(part, "dtype", tensor.dtype)
-    put(part, "global_shape", tensor.global_shape)
-    put(part, "offset", offset)
-    put(part, "shape", shape)
-    put(part, "run", run)
-    return part
+    put(piece, "name", name)
+    put(piece, "dtype", dtype)
+    put(piece, "global_shape", global_shape)
+    put(piece, "offset", offset)
+    put(piece, "shape", shape)
+    put(piece, "run", run)
+    return piece
 
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
