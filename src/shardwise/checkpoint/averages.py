@@ -135,7 +135,7 @@ def average(
         first.outputs.contents,
         step=None,
         layout=f"average of {len(stores)} checkpoints",
-        extra={"average": record, **as_extra(first.files)},
+        extra={"average": record, **as_extra(first.files.kept)},
         settings=first.outputs.contents.settings if optimizer else {},
     )
     conversion = replace(first, outputs=replace(averaged, contents=contents))

@@ -26,7 +26,6 @@ from shardwise.checkpoint.elements import Elements, with_one_nan
 from shardwise.checkpoint.outputs import Outputs, outputs_of, way_back_of
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.rewritten import rewriting_of
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
@@ -186,7 +185,7 @@ def certify_return(
     Raises CheckpointError, naming them, for tensors that do not come back though the rewrite loses nothing of them.
     """
     trip = _RoundTrip(
-        checked=rewriting_of(made),
+        checked=made.effects.checked,
         source=source,
         sent=outputs_of(made.stored),
         store=store,

@@ -5,10 +5,10 @@ the tensors are.
 """
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from functools import partial
+from typing import Literal, Self, get_args
 
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, is_model_name, model_name_of_master
@@ -26,36 +26,17 @@ from shardwise.checkpoint.destinations import (
 from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
 from shardwise.checkpoint.formats.registry import folder_planners, read_foreign, recognise
 from shardwise.checkpoint.formats.unread import no_checkpoint
-from shardwise.checkpoint.forms import (
-    Likeness,
-    casting,
-    check_form,
-    main_dtype,
-    wanted_dtypes,
-    with_averages,
-    with_masters,
-    without_wrappers,
-)
-from shardwise.checkpoint.model_files import (
-    ConfigPath,
-    as_extra,
-    files_beside,
-    files_of,
-    given_files,
-    kept_files,
-    missing_files,
-    model_files,
-    parsed_config,
-)
-from shardwise.checkpoint.outputs import Outputs, made_of, model_of, outputs_of
+from shardwise.checkpoint.forms import Likeness, casting, wanted_dtypes, with_averages, with_masters
+from shardwise.checkpoint.model_files import ConfigPath, ModelFiles, as_extra, missing_files
+from shardwise.checkpoint.outputs import Outputs, made_of, model_of, outputs_of, without_wrappers
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.renamed_settings import with_vocabulary
-from shardwise.checkpoint.rewritten import rewriting_of
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import Weights, check_arguments, check_weights
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.names import holds_weights
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
@@ -209,15 +190,15 @@ def preview(
     conversion = Conversion.of(
         source, rewrite, to=to, config=config, dtype=dtype, like=like, weights=weights, step=step
     )
-    rewriting = rewriting_of(conversion.outputs.contents)
-    assert rewriting is not None, "a rewrite was given"
+    checked = conversion.outputs.checked
+    assert checked is not None, "a rewrite was given"
     if to != "pieces" and to != "whole":
         conversion.folder_plan(to, max_shard_bytes=MAX_SHARD_BYTES, reads=False)
         if destination is not None:
             check_folder(destination)
     elif destination is not None:
         check_save(destination)
-    return rewriting.explain()
+    return checked.explain()
 
 
 def import_hf(
@@ -319,6 +300,25 @@ def _check_target(to: object) -> None:
         raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(targets)}")
 
 
+def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -> None:
+    """Raise CheckpointError for a dtype, or a form, that cannot be asked for."""
+    if dtype is not None and to in ("pieces", "whole"):
+        raise CheckpointError(
+            f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
+            "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
+        )
+    if like is not None and to != "hf":
+        raise CheckpointError(f"like={like} (--like) was asked for {to}; only files of Hugging Face (hf) take a form")
+    if like is not None and dtype is not None:
+        raise CheckpointError(
+            f"dtype={dtype!r} (--dtype) and like={like} (--like) were asked for, and both say dtypes; leave one out"
+        )
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(
+            f"dtype {dtype!r} (--dtype) was asked for; floats are written in {', '.join(COMPUTE_DTYPES)}, or as stored"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """A conversion, planned from metadata alone."""
@@ -327,10 +327,8 @@ class Conversion:
     """That of the source."""
     contents: Contents
     """All that the source holds."""
-    given: Mapping[str, bytes]
-    """Other files that go along, and those of `config`, which go before what the source has: name -> bytes."""
-    files: Mapping[str, Any]
-    """The files on the model that the source has, `config.json` among them: name -> JSON."""
+    files: ModelFiles
+    """Other files that go along."""
     outputs: Outputs
     """What is written."""
     original: tuple[Store, Contents] | None = None
@@ -361,7 +359,7 @@ class Conversion:
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
-        check_form(to, dtype=dtype, like=like)
+        _check_form(to, dtype=dtype, like=like)
         check_weights(weights)
         store = store_of(source)
         form = None if like is None else Likeness.of(like)
@@ -373,9 +371,8 @@ class Conversion:
                 # In the dtypes in which the model computes, as without averages.
                 rounding, rewrite = casting(narrower, contents.aliases), rewrite or without_wrappers(contents)
                 rewrite = rounding if rewrite is None else rounding >> rewrite
-        files = model_files(store, contents)
-        given = {**files_beside(store, files), **(form.files if form is not None else {}), **given_files(config)}
-        parameters = parsed_config(given) or files.get(CONFIG)
+        files = ModelFiles.of(store, contents, config, {} if form is None else form.files)
+        parameters = files.config
         model_only = to == "hf"
         masters: tuple[str, ...] = ()
         kept = contents
@@ -392,29 +389,28 @@ class Conversion:
             return made_of(kept, rewrite, parameters, model_only=model_only)
 
         made = made_by(rewrite)
-        wanted, uncast = wanted_dtypes(kept, made, dtype, form)
-        # Values come out of masters, which hold more than the working copies.
-        kept, more = with_masters(kept, made, wanted)
-        made = made_by(rewrite) if more else made
-        casts = {name: each for name, each in wanted.items() if each != made.tensors[name].dtype}
+        uncast, casts = list[str](), dict[str, str]()
+        if dtype is not None or form is not None:
+            wanted, uncast = wanted_dtypes(kept, made, dtype, form)
+            # Values come out of masters, which hold more than the working copies.
+            kept, more = with_masters(kept, made, wanted)
+            masters += more
+            made = made_by(rewrite) if more else made
+            casts = {name: each for name, each in wanted.items() if each != made.tensors[name].dtype}
         if casts:
             # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
-            statements, before = casting(casts, made.aliases), rewriting_of(made)
+            statements, before = casting(casts, made.aliases), made.effects.checked
             made = made_by(statements if before is None else before.rewrite >> statements)
         outputs = outputs_of(made, model_only=model_only)
         contents.check_tensors(outputs.tensors)
-        if (checked := rewriting_of(made)) is not None:
-            files = with_vocabulary(files, checked)
-            own = {} if CONFIG not in given else {CONFIG: parsed_config(given)}
-            if (fitted := with_vocabulary(own, checked)) != own:
-                given = {**given, CONFIG: (json.dumps(fitted[CONFIG], indent=2) + "\n").encode()}
+        if outputs.checked is not None:
+            files = files.changed(partial(with_vocabulary, checked=outputs.checked))
         return cls(
             store=store,
             contents=contents,
-            given=given,
             files=files,
             outputs=outputs,
-            masters=(*masters, *more),
+            masters=masters,
             cast=tuple(casts),
             uncast=tuple(uncast),
             places={} if form is None else form.file_of,
@@ -439,10 +435,12 @@ class Conversion:
         store = store_of(destination)
         self.outputs.check_agreement(self.store)
         with leaving_no_folder(store):
-            kept = kept_files(self.given, self.files)
+            kept = self.files.for_save()
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
-            has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
+            has_them = (
+                self.contents.format == "shardwise" and kept == self.files.kept
+            )  # its settings or its extra go along
             number = make_save(copying, store, to, {} if has_them else as_extra(kept))
             location = f"{store.location}/{folder_of(number)}".rstrip("/")
             certificate = None
@@ -460,7 +458,7 @@ class Conversion:
                             remove_save(store, list_saves(store), number)
                         raise
         # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
-        beside = {name: data for name, data in self.given.items() if name not in kept}
+        beside = {name: data for name, data in self.files.given.items() if name not in kept}
         for name, data in beside.items():
             with contextlib.suppress(FileExistsError):  # of an earlier save
                 store.create(name, data)
@@ -470,8 +468,7 @@ class Conversion:
         self, destination: Address, to: ConvertTarget, copying: Copying, max_shard_bytes: int
     ) -> ConvertReport:
         folder = check_folder(destination)
-        dtype = main_dtype(self.outputs.tensors.values())
-        beside = dict(files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised))
+        beside = self.files.for_folder(self.outputs.main_dtype, is_dequantised=self._is_dequantised)
         plan = self.folder_plan(to, max_shard_bytes=max_shard_bytes)
         certificates: list[Certificate] = []
 
@@ -511,12 +508,12 @@ class Conversion:
         """Whether no narrow floats are written, though the configuration may say how they are scaled."""
         if any(tensor.dtype in QUANTISED for tensor in self.outputs.tensors.values()):
             return False
-        config = self.files.get(CONFIG)
+        config = self.files.kept.get(CONFIG)
         said = config.get("quantization_config") if isinstance(config, dict) else None
         # It may have been dequantised on the way into the save that is read now.
         is_of_narrow_floats = isinstance(said, dict) and said.get("quant_method") == "fp8"
-        rewriting = rewriting_of(self.outputs.contents)
-        return is_of_narrow_floats or (rewriting is not None and bool(rewriting.scales))
+        checked = self.outputs.checked
+        return is_of_narrow_floats or (checked is not None and bool(checked.scales))
 
     def _certified(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
         return certify_return(

@@ -15,45 +15,23 @@ The averages of its weights that a run has kept are the model for who asks for t
     optimizer/v/master          float32               the same: v is frozen, and has no average
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name
+from shardwise.checkpoint.contents import Contents, is_model_name
 from shardwise.checkpoint.model_files import folder_files
-from shardwise.checkpoint.outputs import model_of
-from shardwise.checkpoint.rewritten import sources_of
+from shardwise.checkpoint.outputs import model_of, sources_of
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
-from shardwise.plan.names import AVERAGE, MASTER, plain_names, split_state_name, state_name
+from shardwise.plan.names import AVERAGE, MASTER, split_state_name, state_name
 from shardwise.plan.saved_settings import OF_RUNS
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.sections import mismatches
 from shardwise.rewrite.spelling import quoted
-
-
-def check_form(to: str, *, dtype: str | None, like: Address | None) -> None:
-    """Raise CheckpointError for a dtype, or a form, that cannot be asked for."""
-    if dtype is not None and to in ("pieces", "whole"):
-        raise CheckpointError(
-            f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
-            "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
-        )
-    if like is not None and to != "hf":
-        raise CheckpointError(f"like={like} (--like) was asked for {to}; only files of Hugging Face (hf) take a form")
-    if like is not None and dtype is not None:
-        raise CheckpointError(
-            f"dtype={dtype!r} (--dtype) and like={like} (--like) were asked for, and both say dtypes; leave one out"
-        )
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise CheckpointError(
-            f"dtype {dtype!r} (--dtype) was asked for; floats are written in {', '.join(COMPUTE_DTYPES)}, or as stored"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +125,9 @@ def _packed(contents: Contents, made: Contents) -> set[str]:
         or (each.dtype in _CODE_WORDS and len(each.shape) > 1)
     }
     found = {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
+    checked = made.effects.checked
     trained = {split[0] for name in contents.tensors if (split := split_state_name(name)) is not None}
-    return {name for name in found if trained.isdisjoint(sources_of(made, name))}
+    return {name for name in found if trained.isdisjoint(sources_of(checked, name))}
 
 
 def with_masters(contents: Contents, made: Contents, wanted: Mapping[str, str]) -> tuple[Contents, tuple[str, ...]]:
@@ -157,10 +136,10 @@ def with_masters(contents: Contents, made: Contents, wanted: Mapping[str, str]) 
     made: what is written of the checkpoint, whose names `wanted` has. A tensor that is stored in its dtype keeps its
     own: a working copy is its master, rounded once.
     """
-    tensors = dict(contents.tensors)
+    tensors, checked = dict(contents.tensors), made.effects.checked
     used = []
     for output, dtype in wanted.items():
-        for name in sorted(sources_of(made, output)):
+        for name in sorted(sources_of(checked, output)):
             tensor, master = tensors[name], contents.tensors.get(state_name(name, MASTER))
             # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
             # bytes to read.
@@ -197,19 +176,3 @@ def casting(casts: Mapping[str, str], aliases: Mapping[str, str]) -> Rewrite:
     """A rewrite that casts outputs. A tie is cast under each of its names, and stays one."""
     every = {**casts, **{alias: casts[name] for alias, name in aliases.items() if name in casts}}
     return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name, dtype in every.items()])
-
-
-def without_wrappers(model: Contents) -> Rewrite | None:
-    """A rewrite to the names that the model has without wrappers around its modules; None where it has no other."""
-    plain = plain_names([*model.tensors, *model.aliases])
-    return Rewrite([f"{quoted(name)} -> {quoted(each)}" for name, each in plain.items()]) if plain else None
-
-
-def main_dtype(tensors: Iterable[StoredTensor]) -> str | None:
-    """The dtype of most floats; None where there are none."""
-    # By elements, not by tensors: a model may have many small norms in float32 and a few large matrices in bfloat16.
-    sizes: Counter[str] = Counter()
-    for each in tensors:
-        if each.dtype in COMPUTE_DTYPES:
-            sizes[each.dtype] += math.prod(each.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -1,7 +1,8 @@
 """Outputs: the tensors that a conversion writes, those of a checkpoint as they are or what a rewrite makes of them."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -15,20 +16,15 @@ from shardwise.checkpoint.model_files import parameters_of
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
-from shardwise.checkpoint.rewritten import (
-    RewrittenContents,
-    kept_in,
-    metas_of_contents,
-    rewriting_of,
-    rewritten_contents,
-    sources_of,
-)
+from shardwise.checkpoint.rewritten import RewrittenContents, kept_in, metas_of_contents, rewritten_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import LARGE_WINDOW_BYTES, WINDOW_BYTES, PieceReader, check_whole, pieces_in_windows
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
+from shardwise.plan.names import plain_names
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Checked, Rewrite
+from shardwise.rewrite.spelling import quoted
 from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
 
@@ -65,6 +61,11 @@ class Outputs:
     """Outputs that are best read together: each with the first output of its group. Others can be cut anywhere."""
 
     @cached_property
+    def checked(self) -> Checked | None:
+        """The rewrite that makes them; None: they are as they are stored."""
+        return self.contents.effects.checked
+
+    @cached_property
     def aliases(self) -> dict[str, str]:
         """Other names of outputs (ties)."""
         return {alias: name for alias, name in self.contents.aliases.items() if name in self.tensors}
@@ -74,12 +75,23 @@ class Outputs:
         """Bytes of all outputs."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    @property
+    def main_dtype(self) -> str | None:
+        """The dtype of most floats; None where there are none."""
+        # By elements, not by tensors: a model may have many small norms in float32 and a few large matrices in
+        # bfloat16.
+        sizes: Counter[str] = Counter()
+        for each in self.tensors.values():
+            if each.dtype in COMPUTE_DTYPES:
+                sizes[each.dtype] += math.prod(each.shape)
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
     def check_agreement(self, store: Store) -> None:
         """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
         if not (joined := self.contents.effects.joined):
             return
         # Only those that are written: an export of the model need not refuse because of optimizer state.
-        used = {each for name in self.tensors for each in sources_of(self.contents, name)}
+        used = {each for name in self.tensors for each in sources_of(self.checked, name)}
         groups = [group for group in joined if not used.isdisjoint(group)]
         findings, _ = joined_numbers(DataFiles(store), self.contents, groups).findings()
         if findings:
@@ -87,7 +99,7 @@ class Outputs:
 
     def unchanged(self, name: str) -> str | None:
         """The tensor of the checkpoint that an output is, in the same order and dtype; None where it is made."""
-        source = _unchanged_source(self.contents, name)
+        source = _unchanged_source(self.checked, name)
         is_same = source is not None and self.contents.stored.tensors[source].dtype == self.tensors[name].dtype
         return source if is_same else None
 
@@ -101,12 +113,12 @@ class Outputs:
 
         window, digests: see `PieceReader`.
         """
-        reader, checked = PieceReader(files, self.contents, window=window, digests=digests), rewriting_of(self.contents)
-        if checked is None or not checked.quantises:
+        reader = PieceReader(files, self.contents, window=window, digests=digests)
+        if self.checked is None or not self.checked.quantises:
             return reader
         from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
 
-        return QuantisingReader(checked, reader, PieceReader(files, self.contents, digests=digests))
+        return QuantisingReader(self.checked, reader, PieceReader(files, self.contents, digests=digests))
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -114,7 +126,7 @@ class Outputs:
         Windows are of WINDOW_BYTES. Outputs that need the same elements of the checkpoint, or need them in another
         order, share a window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
         """
-        if rewriting_of(self.contents) is None:
+        if self.checked is None:
             yield from _cut(pieces)
             return
         window: list[Piece] = []
@@ -165,6 +177,17 @@ def model_of(contents: Contents) -> Contents:
     return replace(contents, tensors=tensors, aliases=aliases)
 
 
+def without_wrappers(model: Contents) -> Rewrite | None:
+    """A rewrite to the names that the model has without wrappers around its modules; None where it has no other."""
+    plain = plain_names([*model.tensors, *model.aliases])
+    return Rewrite([f"{quoted(name)} -> {quoted(each)}" for name, each in plain.items()]) if plain else None
+
+
+def sources_of(checked: Checked | None, name: str) -> Collection[str]:
+    """The stored tensors that a tensor is made of, by a rewrite or as it is."""
+    return (name,) if checked is None else checked.sources_of(name)
+
+
 def made_of(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewrittenContents:
     """Apply a rewrite to a checkpoint that is converted.
 
@@ -201,7 +224,7 @@ def made_of(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bo
 
 def way_back_of(made: Contents, written: Contents) -> Contents:
     """What was written of contents, as the inverse of the rewrite that has made these leads back from it."""
-    if (checked := rewriting_of(made)) is None:
+    if (checked := made.effects.checked) is None:
         return written
     # A certificate says what does not come back, so that the way back must not refuse it.
     inverse = checked.inverse(lossy="allow")
@@ -214,7 +237,7 @@ def outputs_of(contents: Contents, *, model_only: bool = False) -> Outputs:
     model_only: outputs that are not the model's are left out. What it adds (`_ -> b`) has no elements, and is left out.
     Raises CheckpointError for stored pieces that do not make up what is needed.
     """
-    stored, checked = contents.stored, rewriting_of(contents)
+    stored, checked = contents.stored, contents.effects.checked
     if checked is None:
         check_whole(contents, contents.tensors.values())
         return Outputs(contents=contents, tensors=contents.tensors)
@@ -223,7 +246,7 @@ def outputs_of(contents: Contents, *, model_only: bool = False) -> Outputs:
         for name, tensor in contents.tensors.items()
         if not model_only or is_model_name(name, stored.format)
     }
-    sources = {name: sorted(sources_of(contents, name)) for name in made}
+    sources = {name: sorted(checked.sources_of(name)) for name in made}
     # Only of what is written: a checkpoint without all of its optimizer state can still become a model.
     needed = dict.fromkeys(each for found in sources.values() for each in found)
     check_whole(stored, (stored.tensors[name] for name in needed))
@@ -232,7 +255,9 @@ def outputs_of(contents: Contents, *, model_only: bool = False) -> Outputs:
     turn = {group: turn for turn, group in enumerate(dict.fromkeys(groups.values()))}
     return Outputs(
         contents=contents,
-        tensors={name: _with_pieces(contents, name) for name in sorted(made, key=lambda each: turn[groups[each]])},
+        tensors={
+            name: _with_pieces(contents, checked, name) for name in sorted(made, key=lambda each: turn[groups[each]])
+        },
         # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
         # window goes, for each part would read the same blocks again.
         groups={
@@ -244,9 +269,9 @@ def outputs_of(contents: Contents, *, model_only: bool = False) -> Outputs:
     )
 
 
-def _with_pieces(contents: Contents, name: str) -> StoredTensor:
+def _with_pieces(contents: Contents, checked: Checked, name: str) -> StoredTensor:
     """An output, with its pieces where the checkpoint has its elements in this order."""
-    output, source = contents.tensors[name], _unchanged_source(contents, name)
+    output, source = contents.tensors[name], _unchanged_source(checked, name)
     if source is None:
         return output
     whole = output.whole
@@ -263,13 +288,10 @@ def _with_pieces(contents: Contents, name: str) -> StoredTensor:
     return replace(output, pieces=pieces)
 
 
-def _unchanged_source(contents: Contents, name: str) -> str | None:
+def _unchanged_source(checked: Checked | None, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
-    checked = rewriting_of(contents)
-    if checked is None:
-        return name
-    if checked.is_scales(name):
-        return None
+    if checked is None or checked.is_scales(name):
+        return name if checked is None else None
     value = checked.value(name)
     return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
 

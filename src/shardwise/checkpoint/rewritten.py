@@ -13,7 +13,7 @@ for pieces of `k` and `v`, and the tensors that take them are views of the one t
 The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be transposed, or step over elements.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -259,7 +259,12 @@ class RewrittenContents(Contents):
         checked = self.checked
         dropped = frozenset(checked.dropped)
         return Effects(
-            dropped=dropped, added=checked.added, joined=checked.agree, unfit=self.unfit, notes=checked.notes
+            checked=checked,
+            dropped=dropped,
+            added=checked.added,
+            joined=checked.agree,
+            unfit=self.unfit,
+            notes=checked.notes,
         )
 
     def places(self, piece: Piece, name: str) -> Sequence[Place]:
@@ -296,17 +301,6 @@ def rewritten_contents(
     kept = {each.name: getattr(stored, each.name) for each in fields(Contents)}
     made = {"tensors": tensors, "aliases": checked.ties, "settings": renamed}
     return RewrittenContents(**{**kept, **made}, of=stored, checked=checked, unfit=tuple(findings))
-
-
-def rewriting_of(contents: Contents) -> Checked | None:
-    """The rewrite that has made contents of those that are stored; None where none has."""
-    return contents.checked if isinstance(contents, RewrittenContents) else None
-
-
-def sources_of(contents: Contents, name: str) -> Collection[str]:
-    """The stored tensors that a tensor is made of."""
-    checked = rewriting_of(contents)
-    return (name,) if checked is None else checked.sources_of(name)
 
 
 def rewritten_for_load(
