@@ -29,7 +29,7 @@ import torch
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard, place_in
 from shardwise.checkpoint.formats.format import FilledFile, Filling, FolderPlan
-from shardwise.checkpoint.formats.numbered_files import is_numbered
+from shardwise.checkpoint.formats.model_shards import is_numbered
 from shardwise.checkpoint.formats.registry import CLAIM
 from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
 from shardwise.checkpoint.outputs import Outputs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.checkpoint.contents import printable
-from shardwise.checkpoint.formats.numbered_files import JOIN_META, OF_META
+from shardwise.checkpoint.formats.model_shards import JOIN_META, OF_META
 from shardwise.checkpoint.formats.registry import CLAIM, DATA, format_of, is_unfinished
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import OneFile, Store
