@@ -23,7 +23,6 @@ from shardwise.checkpoint.model_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import OutputReader, Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
-from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import WINDOW_BYTES
@@ -119,8 +118,7 @@ def average(
     stores = [store_of(each) for each in sources]
     # Files of Hugging Face hold the model alone: what is averaged without optimizers is what they would hold.
     conversions = [
-        Conversion.of(store, read_contents(store), None, to="whole" if optimizer else "hf", config=config, dtype=dtype)
-        for store in stores
+        Conversion.of(store, None, to="whole" if optimizer else "hf", config=config, dtype=dtype) for store in stores
     ]
     first = conversions[0]
     places = [each.contents.location for each in conversions]
@@ -137,16 +135,11 @@ def average(
         first.outputs.contents,
         step=None,
         layout=f"average of {len(stores)} checkpoints",
-        extra={"average": record, **as_extra(first.files)},
+        extra={"average": record, **as_extra(first.files.kept)},
+        settings=first.outputs.contents.settings if optimizer else {},
     )
-    settings = first.outputs.settings if optimizer else {}
-    conversion = replace(first, outputs=replace(averaged, contents=contents, settings=settings))
-    if to == "hf":
-        made = conversion.to_folder(
-            destination, "hf", max_shard_bytes=max_shard_bytes, certify=False, progress=progress
-        )
-    else:
-        made = conversion.to_save(destination, "whole", certify=False, progress=progress)
+    conversion = replace(first, outputs=replace(averaged, contents=contents))
+    made = conversion.write(destination, to, max_shard_bytes=max_shard_bytes, certify=False, progress=progress)
     return AverageReport(
         sources=tuple(places),
         weights=rule.weights,
@@ -250,8 +243,7 @@ class _AveragedOutputs(Outputs):
         return cls(
             contents=first.contents,
             tensors=first.tensors,
-            aliases=first.aliases,
-            settings=first.settings,
+            groups=first.groups,
             stores=stores,
             sides=sides,
             rule=rule,
@@ -262,13 +254,6 @@ class _AveragedOutputs(Outputs):
                 if tensor.dtype in COMPUTE_DTYPES or tensor.dtype in ("complex64", "complex128")
             ),
         )
-
-    def check_agreement(self, store: Store) -> None:
-        """Nothing is made of several numbers here that have to be equal."""
-
-    def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        """Cut the pieces as they are read of the first checkpoint."""
-        return self.sides[0].windows(pieces)
 
     def reader(
         self,

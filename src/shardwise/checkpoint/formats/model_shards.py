@@ -1,15 +1,18 @@
-"""Numbered files: sets whose names say how many belong together, such as `model-00001-of-00003.safetensors`.
+"""Shards of a model: the index that says which file has which tensor, and numbers in the names of files.
+
+    model.safetensors.index.json         w is in model-00001-of-00003.safetensors: compared with the files
+    model-00001-of-00003.safetensors     two more belong to it
 
 Without an index nothing but the names tells that a file never came, and a model without some of its layers looks whole.
 """
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.stores import OneFile, Store
+from shardwise.checkpoint.stores import OneFile, Store, read_json
 from shardwise.errors import CheckpointError, few_of
 
 _PART = re.compile(
@@ -20,6 +23,40 @@ _SHARD = re.compile(r"shard-(?P<number>[0-9]{5})-(?P<rest>.*)", re.DOTALL)
 
 _MAX_PARTS = 100_000
 """Of one set; names of files may say anything."""
+
+
+def read_index(store: Store, suffix: str) -> dict[str, str] | None:
+    """The file of every tensor, as the index says it; None without an index, whose name ends with `suffix`.
+
+    Raises `CheckpointError` for several, and for a damaged one.
+    """
+    indices = [name for name in store.names() if "/" not in name and name.endswith(suffix)]
+    if not indices:
+        return None
+    if len(indices) > 1:
+        raise CheckpointError(
+            f"{store.location} has {len(indices)} indices, {', '.join(indices)}: name the folder of one model only"
+        )
+    fields = read_json(store, indices[0])
+    found = fields.get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(f"{store.location}/{indices[0]} has no weight_map from tensors to files")
+    return found
+
+
+def index_problems(
+    weight_map: Mapping[str, str], held: Mapping[str, Sequence[str]], files: Collection[str]
+) -> Iterator[str]:
+    """What the index says otherwise than the files that could be read. held: for each tensor the files that have it."""
+    for key, file in weight_map.items():
+        # Of a file that could not be read there is a finding already.
+        if file in files and file not in held.get(key, ()):
+            yield f"the index says that tensor {key} is in {file}, but it is not"
+    for key, found in held.items():
+        for file in found:
+            if weight_map.get(key, "") != file:
+                said = f"has it in {weight_map[key]}" if key in weight_map else "does not name it"
+                yield f"tensor {key} is in {file}, but the index {said}"
 
 
 def is_numbered(name: str) -> re.Match[str] | None:
