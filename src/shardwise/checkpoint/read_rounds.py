@@ -131,7 +131,7 @@ class ReadRounds:
         # needs, or as much as takes longer than the strips.
         prefers_blocks = is_cheap = True
         if may_read_exactly:
-            thin, max_bytes = is_in_strips(stored, [each.source for each in targets])
+            thin, max_bytes = is_in_strips(stored, targets, files)
             # Over a network blocks are read side by side, ranges one after the other.
             prefers_blocks, is_cheap = thin or files.num_ahead > 0, plan.read_bytes <= max_bytes
         self.needs = RoundNeeds(
