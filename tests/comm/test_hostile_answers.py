@@ -16,7 +16,7 @@ from shardwise.comm.process.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import DIM_0
 from shardwise.engine.forward.batches import MicrobatchLoss
-from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+from shardwise.engine.metrics import EvaluationMetrics
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import (
@@ -31,7 +31,7 @@ from shardwise.engine.step.exchange import (
 )
 from shardwise.engine.step.loss_entries import rows_in
 from shardwise.engine.step.reports import RankTimes
-from shardwise.engine.telemetry.rank_times import packed, rank_times
+from shardwise.engine.telemetry import packed, rank_times
 from shardwise.errors import PeerError, ShardwiseError
 from shardwise.moving.nested_exchange import packed as nested
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike

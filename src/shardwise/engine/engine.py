@@ -128,7 +128,7 @@ class Engine(Generic[Model_co]):
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._observer, self._record = StepObserver(), SavedRecord()
         if find_spec("shardwise.engine.telemetry") is not None:
-            from shardwise.engine.telemetry.rank_times import step_meter
+            from shardwise.engine.telemetry import step_meter
 
             self._observer = step_meter(rank.channels.world)
         if find_spec("shardwise.plan.model_records") is not None:
@@ -311,7 +311,7 @@ class Engine(Generic[Model_co]):
         # Ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
         observer: OutputObserver | None = None
         if metrics is not None and metrics != {}:
-            from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+            from shardwise.engine.metrics import EvaluationMetrics
 
             observer = EvaluationMetrics(
                 metrics,
@@ -386,7 +386,7 @@ class Engine(Generic[Model_co]):
 
         Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
         """
-        from shardwise.engine.generation.generation import calls_of
+        from shardwise.engine.generation import calls_of
 
         self._check_turn()
         self._computation.check_free("engine.generate")
@@ -412,7 +412,7 @@ class Engine(Generic[Model_co]):
         Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
         inside.
         """
-        from shardwise.engine.averages.weight_averages import check_in_place
+        from shardwise.engine.averages import check_in_place
 
         averages = check_in_place(self._rank.updates.averages, self.channel, partial(self._check_model, reads_all=True))
         with averages.in_place(self.channel, partial(self._buffers.adopt_writes, reads_all=True), self._publish):

@@ -428,7 +428,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
 def _averages(plan: Plan, buffers: FlatParams, inventory: Inventory) -> StateEntry | None:
     if plan.average is None:
         return None
-    from shardwise.engine.averages.weight_averages import WeightAverages
+    from shardwise.engine.averages import WeightAverages
 
     return WeightAverages(plan.average, buffers, inventory)
 

@@ -251,7 +251,7 @@ def kind_in(model: nn.Module) -> ParameterKind:
     """What the parameters of a model need besides their values."""
     if not any(map(is_packed, model.parameters())):
         return ParameterKind()
-    from shardwise.engine.packed.packed_weights import PackedWeights
+    from shardwise.engine.packed import PackedWeights
 
     return PackedWeights()
 

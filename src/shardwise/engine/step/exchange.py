@@ -9,7 +9,7 @@
                        gradients, whether a buffer has another shape
                        3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 + 4 = 14 bits in 2 bytes
             figures    loss and norm of this rank (`figures`)
-            times      of this rank up to here (`rank_times`)
+            times      of this rank up to here (`telemetry`)
 
 Each rank gets what all ranks give, computes the same from it, and so refuses, skips and stops like the others. A part
 that ranks have alike is read once, and numbers are read as one array (`RankValues`): a step costs the host of 4,096
