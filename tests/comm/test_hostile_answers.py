@@ -18,7 +18,6 @@ from shardwise.engine.forward.batch_rows import DIM_0
 from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.metrics import EvaluationMetrics
 from shardwise.engine.step.channels import RankGroups
-from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
     StepFacts,
@@ -29,7 +28,7 @@ from shardwise.engine.step.exchange import (
     merge_weights,
     parts_of_opening,
 )
-from shardwise.engine.step.loss_entries import rows_in
+from shardwise.engine.step.loss_entries import exchange_evaluation, parts_of_evaluation, rows_in
 from shardwise.engine.step.reports import RankTimes
 from shardwise.engine.telemetry import packed, rank_times
 from shardwise.errors import PeerError, ShardwiseError

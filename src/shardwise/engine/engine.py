@@ -51,8 +51,8 @@ from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.step.channels import stopping_peers
 from shardwise.engine.step.closing import StepClosing
 from shardwise.engine.step.edges import Gather, Metric, OutputObserver, Prompts, Seeds, StepObserver
-from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import factors_on_device
+from shardwise.engine.step.loss_entries import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.loss_scaling import to_settings
 from shardwise.engine.step.norm import NormParts, Norms
 from shardwise.engine.step.opening import StepOpening

@@ -27,7 +27,7 @@ from shardwise.comm.rank_values import RankValues
 from shardwise.engine.forward.batch_rows import BatchRows
 from shardwise.engine.forward.batches import Microbatch, count_rows
 from shardwise.engine.step.edges import Metric
-from shardwise.engine.step.evaluation import PURPOSE
+from shardwise.engine.step.loss_entries import PURPOSE
 from shardwise.errors import MetricError
 from shardwise.moving.nested_exchange import is_plain, packed, unpacked
 

@@ -71,9 +71,14 @@ from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.traits import STAGE_0, OptimizerTraits, check_apart, check_steps, work_of_wholes
 from shardwise.engine.optimizers.trials import traits_of
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stages import StageParameters, assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.stages import (
+    StageParameters,
+    agree_on_placement,
+    assign_parameters,
+    drop_foreign,
+    move_to,
+)
 from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
 from shardwise.engine.step.channels import EngineChannels

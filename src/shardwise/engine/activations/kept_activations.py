@@ -9,8 +9,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.activations.budgeted_modules import ActivationBudget, BudgetedModule
-from shardwise.engine.activations.kept_outputs import overloads_of
-from shardwise.engine.activations.recomputation import Recomputed
+from shardwise.engine.activations.recomputation import Recomputed, overloads_of
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
 from shardwise.engine.activations.saved_on_host import LEAST_BYTES, HostTransfers, Offloaded
 from shardwise.engine.forward.layers import wrap
