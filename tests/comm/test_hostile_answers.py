@@ -14,8 +14,7 @@ from shardwise import errors
 from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
 from shardwise.comm.process.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.forward.batch_rows import DIM_0
-from shardwise.engine.forward.batches import MicrobatchLoss
+from shardwise.engine.forward.batches import DIM_0, MicrobatchLoss
 from shardwise.engine.metrics import EvaluationMetrics
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.exchange import (

@@ -33,6 +33,7 @@ from shardwise.engine.forward.batches import (
     Batch,
     GivenMicrobatches,
     LossFunction,
+    TrainedBatches,
     Weight,
     check_loss,
     given_microbatches,
@@ -57,7 +58,6 @@ from shardwise.engine.step.loss_scaling import to_settings
 from shardwise.engine.step.norm import NormParts, Norms
 from shardwise.engine.step.opening import StepOpening
 from shardwise.engine.step.reports import EvaluationReport, StepReport, report_on_look
-from shardwise.engine.step.trained_batches import TrainedBatches
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
@@ -642,3 +642,24 @@ class Engine(Generic[Model_co]):
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
         return self._rank.updates.plain_calls.reads.turned(stopping, on=False)
+
+
+def full_state_dict(engine: Engine, *, rank0_only: bool = True, offload: bool = True, optimizer: bool = False) -> Any:
+    """What `state_dict()` of the plain model gives, as a dict of whole tensors; with `optimizer`, also of optimizers.
+
+    Values are the masters', in the dtypes in which the model came to parallelize. All ranks call it together.
+    rank0_only: the other ranks get {}. offload: tensors on the CPU, else on the engine's device.
+    optimizer: give (model, optimizer): also what `state_dict()` of the plain optimizer gives, or a list where the
+        engine has several. A plain loop that loads both goes on bit for bit.
+
+    A rank that gets tensors holds the whole of them. Raises the errors of `Engine.whole`.
+    """
+    model: Mapping[str, Any] = {}
+    states: list[Mapping[str, Any]] = []
+    with engine.whole(optimizer=optimizer, rank0_only=rank0_only, offload=offload):
+        if engine.channel.rank == 0 or not rank0_only:
+            model = engine.model.state_dict()
+            states = [each.state_dict() for each in engine.optimizers] if optimizer else []
+    if not optimizer:
+        return model
+    return model, states[0] if len(states) == 1 else states or {}

@@ -24,8 +24,7 @@ from torch import nn
 from shardwise.comm.agreement import understood
 from shardwise.comm.nested_values import transform
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.forward.batch_rows import BatchRows
-from shardwise.engine.forward.batches import Microbatch, count_rows
+from shardwise.engine.forward.batches import BatchRows, Microbatch, count_rows
 from shardwise.engine.step.edges import Metric
 from shardwise.engine.step.loss_entries import PURPOSE
 from shardwise.errors import MetricError

@@ -27,8 +27,7 @@ from shardwise.comm.agreement import a_list, aborting, agreed, compare, understo
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
 from shardwise.engine.engine import Engine
-from shardwise.engine.forward.batch_rows import BatchRows, RowDims
-from shardwise.engine.forward.batches import Batch, LossFunction, LossOfModel, LossWeight
+from shardwise.engine.forward.batches import Batch, BatchRows, LossFunction, LossOfModel, LossWeight, RowDims
 from shardwise.engine.forward.inventory import (
     Inventory,
     describe_model,
@@ -94,7 +93,7 @@ from shardwise.engine.tensor.tensor_decision import (
     portion_of,
 )
 from shardwise.engine.zero.flat_params import FlatParams, note_masters
-from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.grad_buffers import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
 from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import Unshard

@@ -26,8 +26,7 @@ from shardwise.engine.torch_private import TAKES_SCALE
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
-from shardwise.plan.nested_state import flat_state, nested_state
-from shardwise.plan.optimizer_entries import named_optimizer, python_type, values_of
+from shardwise.plan.optimizer_entries import flat_state, named_optimizer, nested_state, python_type, values_of
 from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer
 
 OptimizerFunction: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]

@@ -41,8 +41,7 @@ from shardwise.comm.agreement import (
 )
 from shardwise.comm.rank_values import Index, RankValues, Table
 from shardwise.engine.forward.batch_digests import digest_of_lines
-from shardwise.engine.forward.batch_rows import DIM_0, BatchRows
-from shardwise.engine.forward.batches import LossWeight, Microbatch, Weight, count_rows
+from shardwise.engine.forward.batches import DIM_0, BatchRows, LossWeight, Microbatch, Weight, count_rows
 from shardwise.engine.forward.passes import Joint
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.exact_sums import Numbers, exact_sum
