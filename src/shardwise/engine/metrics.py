@@ -291,6 +291,3 @@ def _as_number(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.item() if not leaf.ndim else leaf.cpu()
-
-
-# The one exchange of an evaluation, with its loss ------------------------------------------------------------------

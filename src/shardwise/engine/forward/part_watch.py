@@ -34,7 +34,8 @@ from shardwise.engine.torch_private import (
     TorchDispatchMode,
     optimizer_hooks,
     schema_of,
-    storage_id,
+    storage_of,
+    tensor_leaves,
     tree_leaves,
     tree_map,
 )
@@ -108,7 +109,7 @@ class PartWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out one operation."""
         kwargs = kwargs or {}
-        given = [each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
+        given = tensor_leaves((args, kwargs))
         self._refuse_stale(func, given)
         roots = [self.roots_of(each) for each in given]
         followed = [each.numel() for each, of in zip(given, roots, strict=True) if of]
@@ -120,7 +121,7 @@ class PartWatch(TorchDispatchMode):
         if name in _JOINS or (len(of_all) > 1 and not is_each):
             raise self._refusal(name)
         output = func(*args, **kwargs)
-        made = [each for each in tree_leaves(output) if torch.is_tensor(each)]
+        made = tensor_leaves(output)
         sums = is_sum(func.overloadpacket)
         self.has_summed |= sums
         takes_less = sums or any(each.numel() < min(followed) for each in made)
@@ -129,7 +130,7 @@ class PartWatch(TorchDispatchMode):
         for at, each in enumerate(made):
             # What is true or false of elements is no number of them.
             if each.dtype != torch.bool and not self.roots_of(each):
-                self._made[_storage(each)] = each, roots[at] if is_each else of_all
+                self._made[storage_of(each)] = each, roots[at] if is_each else of_all
         return output
 
     def refuse_unseen(self, func: Any, tensor: torch.Tensor) -> None:
@@ -141,15 +142,15 @@ class PartWatch(TorchDispatchMode):
 
     def roots_of(self, tensor: torch.Tensor) -> _Roots:
         """Of what parameters its values are, by their numbers."""
-        if (made := self._made.get(_storage(tensor))) is not None:
+        if (made := self._made.get(storage_of(tensor))) is not None:
             return made[1]
         address = tensor.data_ptr() if tensor.numel() and tensor.device.type != "meta" else 0
         at = bisect_right(self._starts, address) - 1
         return frozenset([self._spans[at][2]]) if at >= 0 and address < self._spans[at][1] else frozenset()
 
     def _refuse_stale(self, func: Any, given: Sequence[torch.Tensor]) -> None:
-        is_write = any(each.alias_info and each.alias_info.is_write for each in schema_of(func).arguments)
-        is_stale = any(_storage(each) in self._stale and not self._is_held(each) for each in given)
+        is_write = schema_of(func).is_mutable
+        is_stale = any(storage_of(each) in self._stale and not self._is_held(each) for each in given)
         if is_stale and (is_write or not self.is_before):
             raise OptimizerError(
                 f"{func.overloadpacket.__name__} of the model's parameters in a hook of an optimizer: they get their "
@@ -215,10 +216,6 @@ LEAVE: frozenset[Any] = frozenset(
 _SHAPES: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("dim", "ndimension", "size", "numel", "nelement", "stride", "__len__")
 ) | {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim")}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(storage_id(tensor.untyped_storage()))
 
 
 def _refusal(name: str) -> OptimizerError:

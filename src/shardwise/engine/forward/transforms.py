@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from shardwise.engine.forward.layers import is_ours
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.torch_private import (
     is_transformed,
@@ -63,7 +64,7 @@ def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:
 def _hooks_off(error_message: str) -> Iterator[None]:
     taken = []
     try:
-        while (hooks := top_saved_hooks(True)) and _is_ours(hooks[0]):
+        while (hooks := top_saved_hooks(True)) and is_ours(hooks[0]):
             pop_saved_hooks()
             taken.append(hooks)
             holder = getattr(hooks[0], "__self__", None)
@@ -81,10 +82,6 @@ def _hooks_off(error_message: str) -> Iterator[None]:
     finally:
         for hooks in reversed(taken):
             push_saved_hooks(*hooks)
-
-
-def _is_ours(pack: Any) -> bool:
-    return str(pack.__module__).startswith("shardwise.")
 
 
 def _gathering(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

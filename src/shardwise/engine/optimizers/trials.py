@@ -41,7 +41,7 @@ from shardwise.engine.optimizers.traits import (
     together,
 )
 from shardwise.engine.parameter_kinds import inner_by_path, is_shell, rebuilt
-from shardwise.engine.torch_private import OPTIMIZER_HOOKS, TorchDispatchMode, tree_leaves
+from shardwise.engine.torch_private import OPTIMIZER_HOOKS, TorchDispatchMode, tensor_leaves
 from shardwise.errors import OptimizerError, few_of
 from shardwise.plan.optimizer_entries import NEVER_ALONG
 
@@ -84,7 +84,7 @@ class Operations(TorchDispatchMode):
             self.sent_by = name
             raise OptimizerError(f"{name} in a trial")
         if is_sum(packet):
-            tensors = [each for each in tree_leaves(args) if torch.is_tensor(each)]
+            tensors = tensor_leaves(args)
             self.has_sums |= any(each.numel() > 1 for each in tensors)
             # An outer product is no more work than one on single elements.
             self.has_products |= is_product(packet) and all(min(each.shape, default=1) > 1 for each in tensors)
@@ -267,10 +267,9 @@ def numbers_of(double: torch.optim.Optimizer) -> Numbers:
 def storages(values: Any) -> set[int]:
     """The memory of all tensors in a nesting."""
     found: set[int] = set()
-    for each in tree_leaves(values):
-        if isinstance(each, torch.Tensor):
-            with suppress(RuntimeError, NotImplementedError):  # a subclass around tensors has none
-                found.add(each.untyped_storage().data_ptr())
+    for each in tensor_leaves(values):
+        with suppress(RuntimeError, NotImplementedError):  # a subclass around tensors has none
+            found.add(each.untyped_storage().data_ptr())
     return found - {0}
 
 

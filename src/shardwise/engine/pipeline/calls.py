@@ -54,10 +54,9 @@ from shardwise.engine.pipeline.staged_calls import (
     ForeignParameters,
     PlacedModule,
     StagedCall,
-    storage_of,
 )
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_of, version_of
 from shardwise.errors import ModelError
 
 

@@ -39,7 +39,8 @@ from shardwise.engine.torch_private import (
     hooks_with_keywords,
     parametrizations_uncached,
     schema_of,
-    storage_id,
+    storage_of,
+    written_by,
 )
 from shardwise.errors import ModelError
 
@@ -113,15 +114,6 @@ class _Computed(torch.autograd.Function):
         return None, None
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share their memory."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    storage = storage_id(tensor.untyped_storage())
-    assert isinstance(storage, int)
-    return storage
-
-
 _UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
 """Operations that give other tensors than their fake kernels do: an empty one for none."""
 
@@ -178,10 +170,7 @@ class Trial(TorchDispatchMode):
         if (asked := kwargs.get("device")) is not None and asked.index is None and asked.type == self._device.type:
             kwargs = {**kwargs, "device": self._device}
         if schema.is_mutable:
-            given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
-            for each in schema.arguments:
-                if each.alias_info is not None and each.alias_info.is_write:
-                    self._note(tensors_in(given.get(each.name)))
+            self._note(tensors_in(written_by(func, args, kwargs)))
         return func(*args, **kwargs)
 
 

@@ -29,8 +29,8 @@ from shardwise.engine.forward.inventory import Inventory, exchange, named_places
 from shardwise.engine.forward.outline import outline_of
 from shardwise.engine.forward.trial_runs import count_work
 from shardwise.engine.parameter_kinds import is_shell
-from shardwise.engine.pipeline.staged_calls import PlacedModule, storage_of
-from shardwise.engine.torch_private import change_tensors
+from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.engine.torch_private import change_tensors, storage_of
 from shardwise.errors import PlanError
 from shardwise.plan import Parameter, Placement, Plan
 from shardwise.plan.stages import place

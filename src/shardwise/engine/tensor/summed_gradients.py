@@ -33,6 +33,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.forward.gradient_kinds import Gradient, Sources, resolve
+from shardwise.engine.forward.layers import is_ours
 from shardwise.engine.forward.part_watch import PartWatch
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.tensor.tensor_decision import portion_of
@@ -329,7 +330,7 @@ class WholeGradients:
         for name, hooks in self._hooks():
             for key, hook in list(hooks.items()):
                 # Those of this package know parts.
-                if not str(getattr(hook, "__module__", "")).startswith("shardwise."):
+                if not is_ours(hook):
                     hooks[key] = _AroundHook(hook, name, self)
                 if isinstance(hooks[key], _AroundHook):
                     found.add(name)
