@@ -118,9 +118,15 @@ make_subclass = torch.Tensor._make_subclass
 """A tensor of a class with the memory of another; constructors of parameters' classes take what they like."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """A tensor of a class without memory, on any device."""
-set_conj = torch._C._set_conj
-"""Have elements read conjugated or not, without a view: `conj()` makes one, which autograd and strides see."""
-set_neg = torch._C._set_neg
+
+
+def flagged(tensor: torch.Tensor, *, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """The tensor, whose elements are read conjugated or negated, or not. `conj()` makes a view, which autograd sees."""
+    torch._C._set_conj(tensor, is_conj)
+    torch._C._set_neg(tensor, is_neg)
+    return tensor
+
+
 assert_on_device = torch._assert_async
 """Have the device stop where a number is false; the host does not wait for it."""
 group_by_device_and_dtype = _foreach_utils._group_tensors_by_device_and_dtype
