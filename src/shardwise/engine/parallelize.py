@@ -57,6 +57,7 @@ from shardwise.engine.model.rank_parts import (
 )
 from shardwise.engine.optimizers.known import (
     KnownOptimizer,
+    MasterOf,
     OptimizerSource,
     build,
     check_coverage,
@@ -65,7 +66,6 @@ from shardwise.engine.optimizers.known import (
     on_host,
     swap,
 )
-from shardwise.engine.optimizers.master_states import MasterOf
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.traits import STAGE_0, OptimizerTraits, check_apart, check_steps, work_of_wholes
 from shardwise.engine.optimizers.trials import traits_of

@@ -40,12 +40,11 @@ from typing_extensions import override
 
 from shardwise.comm.nested_values import ObjectSlot, SeenContainers, TensorSlot, filled, is_plain, tensors_in, transform
 from shardwise.engine.forward.aside import items_set
-from shardwise.engine.forward.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.forward.kept_objects import held_tensors, own_generators
 from shardwise.engine.forward.layers import Forward, OfEngine, Place
 from shardwise.engine.forward.observe import Observed
 from shardwise.engine.forward.randomness import KeyedRandom, may_draw
-from shardwise.engine.forward.transforms import see_transformations
+from shardwise.engine.forward.transforms import see_transformations, seeing_modes, seen_again
 from shardwise.engine.forward.writes import Content, SeenTensor, holds_same, is_due, is_on_host, is_small
 from shardwise.engine.torch_private import (
     DisableTorchFunction,

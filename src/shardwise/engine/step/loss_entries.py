@@ -27,8 +27,7 @@ from shardwise.comm.rank_values import Index, RankValues
 from shardwise.engine.forward.batches import MicrobatchLoss
 from shardwise.engine.step.channels import RankGroups
 from shardwise.engine.step.edges import OutputObserver
-from shardwise.engine.step.exact_sums import Numbers
-from shardwise.engine.step.exchange import Weighting, sum_of_losses
+from shardwise.engine.step.exchange import Numbers, Weighting, sum_of_losses
 from shardwise.engine.step.reports import EvaluationReport
 from shardwise.errors import MismatchError, ModelError
 
