@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.adapters import load_adapters, save_adapters
-    from shardwise.engine.full_state import full_state_dict
+    from shardwise.engine.engine import full_state_dict
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
@@ -56,7 +56,7 @@ _ROOM_OF = {
     "default_channel": "comm",
     "exchange": "moving",
     "full": "checkpoint",
-    "full_state_dict": "engine.full_state",
+    "full_state_dict": "engine.engine",
     "load": "checkpoint",
     "load_adapters": "engine.adapters",
     "parallelize": "engine",

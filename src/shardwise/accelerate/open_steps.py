@@ -21,7 +21,7 @@ from greenlet import getcurrent, greenlet
 
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.forward.batches import NoMoreMicrobatches
-from shardwise.engine.guards.autocast_regions import outside_autocast
+from shardwise.engine.forward.precision import outside_autocast
 from shardwise.engine.step.channels import StepLeft
 from shardwise.errors import ModelError
 

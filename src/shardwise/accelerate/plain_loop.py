@@ -20,7 +20,7 @@ from shardwise.accelerate.open_steps import OpenStep
 from shardwise.checkpoint import load, save
 from shardwise.comm import Channel, default_channel
 from shardwise.engine import Engine, StepReport
-from shardwise.engine.full_state import full_state_dict
+from shardwise.engine.engine import full_state_dict
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan

@@ -24,8 +24,7 @@ from torchmetrics import Metric
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
-from shardwise.engine.forward.batch_rows import BatchRows, RowDims
-from shardwise.engine.forward.batches import count_rows, split_batch
+from shardwise.engine.forward.batches import BatchRows, RowDims, count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, CheckpointError, ModelError
 from shardwise.lightning.finetuning_callbacks import name_groups

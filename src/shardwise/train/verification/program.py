@@ -18,11 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.comm import Channel
 from shardwise.data import DataPlace, first_batches
 from shardwise.engine import Engine, parallelize
-from shardwise.engine.forward.batch_rows import BatchRows, RowDims
 from shardwise.engine.forward.batches import (
     Batch,
+    BatchRows,
     LossFunction,
     LossWeight,
+    RowDims,
     count_rows,
     moved_to,
     rows_of,

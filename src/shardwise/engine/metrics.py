@@ -24,10 +24,9 @@ from torch import nn
 from shardwise.comm.agreement import understood
 from shardwise.comm.nested_values import transform
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.forward.batch_rows import BatchRows
-from shardwise.engine.forward.batches import Microbatch, count_rows
+from shardwise.engine.forward.batches import BatchRows, Microbatch, count_rows
 from shardwise.engine.step.edges import Metric
-from shardwise.engine.step.evaluation import PURPOSE
+from shardwise.engine.step.loss_entries import PURPOSE
 from shardwise.errors import MetricError
 from shardwise.moving.nested_exchange import is_plain, packed, unpacked
 
@@ -292,6 +291,3 @@ def _as_number(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.item() if not leaf.ndim else leaf.cpu()
-
-
-# The one exchange of an evaluation, with its loss ------------------------------------------------------------------
