@@ -36,6 +36,7 @@ from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import ArgumentsState, PlanAccelerator
 from shardwise.hf.rank_batches import take_uneven_rounds
 from shardwise.hf.refusals import check_generation, check_overrides, generates
+from shardwise.hf.stops_on_signals import StopsOnSignals
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
 from shardwise.trainers.data_ranks import DataRanks
@@ -120,6 +121,9 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_is_uneven = False
         self._sw_has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
+        if self._sw_stops_on_signals:
+            self.args.enable_jit_checkpoint = True
+            self.add_callback(StopsOnSignals(lambda: self.preemption.requested(self.engine)))
         self.callback_handler.__class__ = _UpdateEvents
         events: Any = self.callback_handler
         events.sw_ranks = self._sw_ranks
@@ -152,6 +156,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self.gather_function = self.accelerator.gather_for_metrics
         args.distributed_state = ArgumentsState(args.distributed_state, self._sw_ranks)
         args._n_gpu = min(1, args.n_gpu)
+        # Not seen by the constructor of transformers, which would install the handler of a single process.
+        self._sw_stops_on_signals, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine moves what a rank holds."""

@@ -26,6 +26,7 @@ from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
 from shardwise.engine import parallelize
 from shardwise.engine.forward.batches import Batch
+from shardwise.runs.stop_signals import Stopped, StopSignals
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callback_tables import build_callbacks
 from shardwise.train.callbacks import BEGINNING, Callback, TrainingLoop
@@ -42,7 +43,6 @@ from shardwise.train.run_build import build_loss_weight, build_metrics, build_mo
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_rows import RunRows, read_rows
 from shardwise.train.run_trace import Tracer, leave
-from shardwise.train.stop_signals import Stopped, StopSignals
 from shardwise.train.turns import build_loss, build_turns
 
 
