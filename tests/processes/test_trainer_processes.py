@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 import shardwise.hf as hf
 from shardwise.comm import Channel
+from shardwise.runs.run_folder import view
 from tests.hf.tiny_trainers import PLANS, assert_close, logged, plain, simple, trained
 from tests.processes.as_started import outputs
 from tests.processes.pool import Pool
@@ -79,19 +80,22 @@ def stopped_here(channel: Channel, name: str, step: int, folder: Path) -> Any:
     before = signal.getsignal(signal.SIGUSR1)
     stopped.train()
     assert signal.getsignal(signal.SIGUSR1) is before
-    saved = sorted(each.name for each in (folder / "stopped").iterdir())
+    saved = sorted(each.name for each in (folder / "stopped").glob("*checkpoint*"))
+    channel.exchange(b"", purpose="rank 0 has said how the run has ended")
+    state = view(folder / "stopped").state
     channel.exchange(b"", purpose="the other one has looked")
     resumed = trainer("stopped")
     resumed.train(resume_from_checkpoint=True)
-    return whole, logged(stopped), logged(resumed), stopped.preemption.exit_code, saved
+    return whole, logged(stopped), logged(resumed), stopped.preemption.exit_code, saved, state
 
 
 @pytest.mark.parametrize(("name", "step"), [("stage 3", 1), ("pp", 2)], ids=["in an epoch", "at its end"])
 def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes_bit_for_bit(
     pool: Pool, name: str, step: int, tmp_path: Path
 ) -> None:
-    for whole, stopped, resumed, code, saved in pool.run(2, stopped_here, name, step, tmp_path):
+    for whole, stopped, resumed, code, saved, state in pool.run(2, stopped_here, name, step, tmp_path):
         assert (code, saved) == (128 + signal.SIGUSR1, [f"checkpoint-{step}"])
+        assert state == f"stopped by SIGUSR1 after step {step}, which is saved"
         # Two steps and an evaluation are an epoch. The last line has means over one call of `train`.
         assert stopped[:-1] == whole[: 1 if step == 1 else 3]
         assert resumed[:-1] == whole[:-1]

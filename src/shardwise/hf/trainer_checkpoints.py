@@ -13,7 +13,6 @@ model or the whole state: files are written tensor by tensor, and each rank read
 import os
 import random
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,11 @@ from shardwise.hf.checkpoint_folders import (
 from shardwise.hf.resumed_state import has_weights, load_plain, load_weights
 from shardwise.hf.streamed_model import save_model
 from shardwise.hf.streamed_optimizer import save_optimizer
-from shardwise.runs.preemption import Preemption
 
 
 class TrainerCheckpoints:
     """The part of a trainer that saves and loads."""
 
-    preemption = Preemption()
-    """Of the last `train`: after a signal, with `enable_jit_checkpoint`, its `exit_code` is for `sys.exit`."""
     _sw_staged: StagedCheckpoint | None = None
     """The checkpoint that is being written."""
     _sw_weights: Path | None = None
@@ -151,9 +147,7 @@ class TrainerCheckpoints:
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = self._sw_checked(resume_from_checkpoint)
-        self.preemption = Preemption()
-        with self.preemption if self.args.enable_jit_checkpoint else nullcontext():
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _sw_checked(self: Any, asked: Any) -> str:
         """The path of the checkpoint that a run resumes from."""
