@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from shardwise.moving import exchange, reshard, reshard_tensor
     from shardwise.plan import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
+    from shardwise.runs.preemption import Preemption
     from shardwise.space import Mesh, Piece
     from shardwise.train.merged_folders import save_merged
-    from shardwise.train.preemption import Preemption
     from shardwise.train.verification.verifier import verify
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _ROOM_OF = {
     "Pipeline": "plan",
     "Plan": "plan",
     "Precision": "plan",
-    "Preemption": "train.preemption",
+    "Preemption": "runs.preemption",
     "Recorded": "comm",
     "Replicas": "checkpoint",
     "Rewrite": "rewrite",

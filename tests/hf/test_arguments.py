@@ -39,7 +39,6 @@ FIELDS: dict[str, Any] = {
     "auto_find_batch_size": True,
     "eval_use_gather_object": True,
     "save_on_each_node": True,
-    "enable_jit_checkpoint": True,
     "fsdp": True,
     "deepspeed": {"zero_optimization": {"stage": 2}},
     "parallelism_config": "tp",

@@ -47,7 +47,7 @@ def schedule(
     with errors_in_words(debug=debug):
         from shardwise.plan.schedule_check import adapt, chain, check
         from shardwise.plan.timeline import simulate_schedule
-        from shardwise.train.timeline_text import draw_timeline
+        from shardwise.runs.timeline_text import draw_timeline
 
         asked = _schedule(schedule, ranks, chunks, microbatches)
         moved = chain(asked.num_stages) if transfers is None else _transfers(transfers)

@@ -170,10 +170,9 @@ _TREATMENTS = (
         "all ranks write into one checkpoint; give an output_dir that all hosts share",
         _is_set_on_several,
     ),
-    _refused(
+    _honoured(
         "enable_jit_checkpoint",
-        "a signal reaches one rank, and a save needs all; save by save_steps",
-        _is_set_on_several,
+        "SIGTERM or SIGUSR1 on any rank: all ranks save after the step under way, and train() returns",
     ),
     _honoured(
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", "rank 0 pushes"

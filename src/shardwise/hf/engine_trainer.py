@@ -36,6 +36,8 @@ from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import ArgumentsState, PlanAccelerator
 from shardwise.hf.rank_batches import take_uneven_rounds
 from shardwise.hf.refusals import check_generation, check_overrides, generates
+from shardwise.hf.run_services import RunServices
+from shardwise.hf.stops_on_signals import StopsOnSignals
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
 from shardwise.trainers.data_ranks import DataRanks
@@ -94,7 +96,7 @@ class _UpdateEvents(CallbackHandler):
         return control
 
 
-class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, transformers.Trainer):
+class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunServices, transformers.Trainer):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
     The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this
@@ -120,6 +122,9 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_is_uneven = False
         self._sw_has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
+        if self._sw_stops_on_signals:
+            self.args.enable_jit_checkpoint = True
+            self.add_callback(StopsOnSignals(lambda: self.preemption.requested(self.engine)))
         self.callback_handler.__class__ = _UpdateEvents
         events: Any = self.callback_handler
         events.sw_ranks = self._sw_ranks
@@ -152,6 +157,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self.gather_function = self.accelerator.gather_for_metrics
         args.distributed_state = ArgumentsState(args.distributed_state, self._sw_ranks)
         args._n_gpu = min(1, args.n_gpu)
+        # Not seen by the constructor of transformers, which would install the handler of a single process.
+        self._sw_stops_on_signals, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine moves what a rank holds."""
@@ -213,6 +220,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         events: Any = self.callback_handler
         events.sw_engine = self.engine
         self.callback_handler.train_dataloader = train_dataloader
+        self._sw_begin_loop(max_steps)
         return model, train_dataloader
 
     def _sw_check_loader(self, loader: Any) -> None:
@@ -382,14 +390,18 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
                     self._tr_loss += self._tr_loss / (1 + each.step - self._globalstep_last_logged)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log:
+        is_due, num_logs = self.control.should_log, len(self.state.log_history)
+        if is_due:
             self._sw_settle()
         if isinstance(grad_norm, StepReport):
-            grad_norm = grad_norm.grad_norm if self.control.should_log else None
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            grad_norm = grad_norm.grad_norm if is_due else None
+        with self._sw_loop.paused():
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        self._sw_hand_over(self.state.log_history[num_logs:], is_due=is_due)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._sw_settle()
+        self._sw_hand_over([], is_due=True)
         return super()._finalize_training(*args, **kwargs)
 
     # Counts ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torchmetrics import Metric
 
 from shardwise.comm import Channel
@@ -27,6 +28,7 @@ from shardwise.engine import Engine
 from shardwise.engine.forward.batches import BatchRows, RowDims, count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, CheckpointError, ModelError
+from shardwise.lightning.agreed_signals import AgreedSignals
 from shardwise.lightning.finetuning_callbacks import name_groups
 from shardwise.lightning.held_modules import StandIns, engine_of, hold, take_back
 from shardwise.lightning.manual_training import ManualTraining
@@ -34,6 +36,7 @@ from shardwise.lightning.step_logs import rows_of
 from shardwise.lightning.trainer_settings import plan_for
 from shardwise.lightning.whole_checkpoints import ENTRY, gathered, take_over
 from shardwise.plan import Plan
+from shardwise.runs.preemption import Preemption
 
 _IN_MODULE = ("log", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 """Methods of a module that the strategy stands in for, in the object."""
@@ -61,6 +64,10 @@ class Strategy(ManualTraining):
         """The batches of this update over those of a whole one."""
         self._extra: dict[str, Any] = {}
         self._stand_ins = StandIns()
+        self._signals: AgreedSignals | None = None
+        """While the module is fitted."""
+        self.preemption = Preemption()
+        """Of the last `fit`: after a signal its `exit_code` is for `sys.exit`."""
         self._evaluations: Callable[[], Any] | None = None
         """Runs the last batch of an evaluation again."""
         self._states: list[dict[str, Any]] = []
@@ -85,6 +92,9 @@ class Strategy(ManualTraining):
         if self.engine is not None and (fits or self.engine.plan.mesh != self.plan.mesh):
             take_back(module, self.engine)
             self.engine = None
+        if fits:
+            self.preemption = Preemption()
+            self._signals = AgreedSignals(trainer, self.preemption, self._stand_ins)
         if self.engine is None:
             self.precision_plugin.convert_module(module)
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
@@ -130,6 +140,9 @@ class Strategy(ManualTraining):
     def teardown(self) -> None:
         """End a run. The engine keeps the module: see `engine.whole`."""
         assert self.accelerator is not None
+        if self._signals is not None:
+            self._signals.leave()
+            self._signals = None
         self._stand_ins.remove()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -137,11 +150,28 @@ class Strategy(ManualTraining):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
+    def on_train_start(self) -> None:
+        """All ranks look for signals from here on."""
+        assert self._signals is not None
+        assert self.engine is not None
+        self._signals.ask(self.engine)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called behind the callbacks, which may have saved."""
+        if self._signals is not None and isinstance(exception, SIGTERMException):
+            self._signals.requeue()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the update of a batch; its loss."""
-        module, engine = self.lightning_module, self.engine
+        assert self._signals is not None
+        assert self.engine is not None
+        found = self._trained(self.engine, args)
+        self._signals.ask(self.engine)
+        return found
+
+    def _trained(self, engine: Engine[Any], args: tuple[Any, ...]) -> Any:
+        module = self.lightning_module
         assert module is not None
-        assert engine is not None
         if not module.automatic_optimization:
             return self._train_by_hand(engine, self._cut(args))
         if module.trainer.fit_loop._should_accumulate():

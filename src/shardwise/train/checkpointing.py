@@ -25,7 +25,7 @@ from shardwise.engine import Engine
 from shardwise.engine.step.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
-from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop
+from shardwise.runs.callbacks import Callback, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import RunConfig
 from shardwise.train.data_settings import BYTES
 from shardwise.train.regrouping import RegroupedEngine, settle_settings

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.engine import Engine
 from shardwise.engine.forward.batches import Batch
 from shardwise.errors import DivergedError
-from shardwise.train.callbacks import TrainingLoop, values_of
+from shardwise.runs.callbacks import TrainingLoop, values_of
 from shardwise.train.config import TrainTable
 from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
 from shardwise.train.run_trace import Tracer

@@ -26,9 +26,11 @@ from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
 from shardwise.engine import parallelize
 from shardwise.engine.forward.batches import Batch
+from shardwise.runs.callbacks import BEGINNING, Callback, TrainingLoop
+from shardwise.runs.quantities import count, size
+from shardwise.runs.stop_signals import Stopped, StopSignals
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callback_tables import build_callbacks
-from shardwise.train.callbacks import BEGINNING, Callback, TrainingLoop
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
 from shardwise.train.continuations import Continuations
@@ -37,12 +39,10 @@ from shardwise.train.learning_rates import scheduler_maker
 from shardwise.train.loop import fit
 from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words, rows_of
 from shardwise.train.plateau_rates import plateau_of
-from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_rows import RunRows, read_rows
 from shardwise.train.run_trace import Tracer, leave
-from shardwise.train.stop_signals import Stopped, StopSignals
 from shardwise.train.turns import build_loss, build_turns
 
 

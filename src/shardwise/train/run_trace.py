@@ -28,8 +28,8 @@ from shardwise.moving.nested_exchange import exchange
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
+from shardwise.runs.timeline_text import draw_timeline, seconds_text
 from shardwise.train.timeline_files import TraceBar, save_picture, save_trace
-from shardwise.train.timeline_text import draw_timeline, seconds_text
 from shardwise.train.unit_bars import UnitBars
 
 _KEPT_UPDATES = 20

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.rank_table import heading, line, table
-from shardwise.train.run_folder import view
-from shardwise.train.stop_signals import Stopped
-from tests.train.run_folders import step, times, written
+from shardwise.runs.rank_table import heading, line, table
+from shardwise.runs.run_folder import view
+from shardwise.runs.stop_signals import Stopped
+from tests.runs.run_folders import step, times, written
 from tests.train.runs import finished, small_run
 
 

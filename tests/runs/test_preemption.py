@@ -114,7 +114,7 @@ def asked_of_no_engine() -> None:
 
 
 REFUSED = Refusals(
-    "train.preemption",
+    "runs.preemption",
     {
         "outside of the context": lambda: sw.Preemption().requested(engine_on(alone())),
         "no engine": asked_of_no_engine,

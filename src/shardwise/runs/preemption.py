@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.engine import Engine
 from shardwise.errors import PeerError, PlanError
-from shardwise.train.stop_signals import StopSignals
+from shardwise.runs.stop_signals import StopSignals
 
 
 @dataclass(slots=True)

@@ -115,15 +115,20 @@ def view(folder: Path, *, num_lines: int = 10, now_s: float | None = None) -> Ru
         written_s = path.stat().st_mtime
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); give the folder of a run of shardwise train, such as runs/demo"
+            f"{path} cannot be read ({error.strerror}); give the folder of a run, such as runs/demo, "
+            "or the output_dir of a Trainer"
         ) from error
-    found = [_parsed(line) for line in whole[-num_lines:]]
-    lines = [line for line in found if line is not None and line.get("step") != 0]  # 0: an evaluation before updates
+    lines: list[dict[str, Any]] = []
+    for line in map(_parsed, whole[-2 * num_lines :]):
+        if line is not None and "elapsed_s" in line:
+            lines.append(line)
+        elif line is not None and lines:  # an evaluation after its update
+            lines[-1] |= line
     try:
         mark = _parsed((folder / _MARK).read_text(encoding="utf-8")) or {}
     except OSError:
         mark = {}  # a run of an earlier version
-    return RunView(folder=folder, lines=lines, mark=mark, age_s=(now_s or time.time()) - written_s)
+    return RunView(folder=folder, lines=lines[-num_lines:], mark=mark, age_s=(now_s or time.time()) - written_s)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.engine.step.reports import RankTimes
-from shardwise.train.callbacks import StepMetrics
-from shardwise.train.observers import MetricsFile
-from shardwise.train.run_folder import RunMark
+from shardwise.runs.callbacks import StepMetrics
+from shardwise.runs.metrics_file import MetricsFile
+from shardwise.runs.run_folder import RunMark
 
 ANY: Any = None
 """For callbacks that do not ask their loop."""

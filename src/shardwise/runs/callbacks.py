@@ -14,7 +14,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -306,18 +306,20 @@ class TrainingLoop:
         *,
         rows: float | None = None,
         seconds: float | None = None,
+        step: int | None = None,
     ) -> bool:
         """Hand the callbacks an update. Returns whether to leave the loop; the same on all ranks, which call it alike.
 
         evaluation: of the model after it, if there was one: a report, or values by name, with "loss" for the loss.
         rows: of the update, on all ranks; left out: its weight. seconds: that it took; left out: since the last call.
+        step: its number, in a loop that hands over some updates alone; rows are those of all since the last call then.
         """
         ends, before, now_s = self.ends(), self._position, self._now_s()
         values = None if evaluation is None else values_of(evaluation)
         held_out_loss = None if values is None else values.get("loss")
         self._position = replace(
             before,
-            step=before.step + 1,
+            step=before.step + 1 if step is None else step,
             held_out_loss=before.held_out_loss if held_out_loss is None else held_out_loss,
             elapsed_s=now_s - self._began_s,
         )
@@ -331,6 +333,15 @@ class TrainingLoop:
             self._call_all("on_step", self._metrics(report, values or {}, rows / seconds if seconds > 0 else 0.0))
         self._last_s = self._now_s()
         return ends
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, time does not count as that of an update, as in an evaluation or a save."""
+        began_s = self._now_s()
+        try:
+            yield
+        finally:
+            self._last_s += self._now_s() - began_s
 
     def _metrics(self, report: StepReport, held_out: Mapping[str, float], rows_per_second: float) -> StepMetrics:
         rates = tuple(map(float, self._rates)) or (0.0,)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.plan.timeline import slow_ranks
-from shardwise.train.quantities import clock, count, size
-from shardwise.train.run_folder import RunView
-from shardwise.train.timeline_text import seconds_text
+from shardwise.runs.quantities import clock, count, size
+from shardwise.runs.run_folder import RunView
+from shardwise.runs.timeline_text import seconds_text
 
 _COLUMNS = ("rank", "", "compute", "waits", "for", "outside", "sent", "received", "peak")
 

@@ -1,0 +1,54 @@
+"""What a Trainer's run has besides its updates, by the code that every loop uses.
+
+output_dir/run.json         how far the run is to go, and how it ended     `shardwise top output_dir` shows both
+output_dir/metrics.jsonl    a line for each log of the Trainer
+a signal to any rank        all ranks save after the step under way, and end: see `StopsOnSignals`
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from shardwise.runs.callbacks import TrainingLoop
+from shardwise.runs.preemption import Preemption
+from shardwise.runs.recorded_runs import recorded
+from shardwise.runs.stop_signals import Stopped
+
+_OF_TIME = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+
+
+class RunServices:
+    """The part of a trainer around its updates."""
+
+    preemption = Preemption()
+    """Of the last `train`: after a signal, with `enable_jit_checkpoint`, its `exit_code` is for `sys.exit`."""
+    _sw_loop: TrainingLoop
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        self.preemption = Preemption()
+        with suppress(Stopped), ExitStack() as self._sw_services:
+            if self.args.enable_jit_checkpoint:
+                self._sw_services.enter_context(self.preemption)
+            found = super().train(*args, **kwargs)  # type: ignore[misc]
+            if code := self.preemption.exit_code:  # for those who leave the contexts: it is how the run has ended
+                raise Stopped(code - 128, f"after step {self.state.global_step}, which is saved")
+        return found
+
+    def _sw_begin_loop(self: Any, steps: int) -> None:
+        """Called when the engine has its state, and the loop is to begin."""
+        begin = self.state.global_step
+        self._sw_loop = self._sw_services.enter_context(
+            recorded(self.engine, self.args.output_dir, steps=steps, step=begin)
+        )
+
+    def _sw_hand_over(self: Any, logs: Sequence[Mapping[str, Any]], *, is_due: bool) -> None:
+        """Tell those around the loop of an update, where the Trainer logs or has evaluated. logs: the entries since."""
+        values = {name: each for entry in logs for name, each in entry.items() if name.startswith("eval_")}
+        values = {short: each for name, each in values.items() if (short := name.removeprefix("eval_")) not in _OF_TIME}
+        loop, step = self._sw_loop, self.state.global_step
+        if step > loop.step and (is_due or values):
+            rows = self.get_total_train_batch_size(self.args) * (step - loop.step)
+            loop.after_step(self._sw_report, values or None, rows=rows, step=step)
+        elif values:
+            loop.evaluated(values)
