@@ -37,6 +37,7 @@ EDGES = {
     **{f"the format {each}": [f"checkpoint/formats/{each}.py"] for each in ("torch_save", "gguf")},
     "pictures": ["pictures"],
     "the command line": ["cli", "pictures", "train"],
+    "verification": ["cli", "pictures", "train", "verification"],
 }
 """What is deleted, by the name of the edge; under src/shardwise."""
 

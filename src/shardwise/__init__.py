@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.runs.preemption import Preemption
     from shardwise.space import Mesh, Piece
     from shardwise.train.merged_folders import save_merged
-    from shardwise.train.verification.verifier import verify
+    from shardwise.verification.verifier import verify
 
 __version__ = "0.1.0"
 
@@ -69,7 +69,7 @@ _ROOM_OF = {
     "save_merged": "train.merged_folders",
     "simulate": "comm",
     "stream": "checkpoint",
-    "verify": "train.verification.verifier",
+    "verify": "verification.verifier",
 }
 
 _ROOMS = ("checkpoint",)

@@ -126,10 +126,10 @@ _TREATMENTS = (
         "the checkpoints of the model, with use_reentrant=False under tp. activations.checkpoint of the plan does the "
         "same for any model",
     ),
-    _refused(
+    _mapped(
         "torch_compile torch_compile_backend torch_compile_mode",
-        "a plan takes compiled blocks, and not a model compiled as a whole; compile each before the Trainer: "
-        "block.compile()",
+        "each repeated block of the model is compiled, and the code between them is not. Under any plan they are the "
+        "blocks of one process; a module that is compiled already stays as it is",
     ),
     _honoured("use_liger_kernel liger_kernel_config use_cache", "set on the model before the plan cuts it"),
     _honoured("neftune_noise_alpha", "in the forward; its random numbers follow from the engine's seed"),

@@ -32,7 +32,7 @@ from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
 from shardwise.hf.logged_losses import StepToLog
-from shardwise.hf.plan_arguments import plan_of
+from shardwise.hf.plan_arguments import compile_blocks, plan_of
 from shardwise.hf.rank_accelerator import ArgumentsState, PlanAccelerator
 from shardwise.hf.rank_batches import take_uneven_rounds
 from shardwise.hf.refusals import check_generation, check_overrides, generates
@@ -184,6 +184,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunSe
         if isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self.create_optimizer()
+        compile_blocks(model, self.args)
         optimizer: Any = self.optimizer
         engine = parallelize(
             model,

@@ -26,9 +26,9 @@ from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.step.reports import StepReport
 from shardwise.engine.tensor.tensor_decision import decide
 from shardwise.space import Portion
-from shardwise.train.verification.error_model import Path
-from shardwise.train.verification.program import Program
-from shardwise.train.verification.run_recording import NotedLosses, Notes, Recorder, wide
+from shardwise.verification.error_model import Path
+from shardwise.verification.program import Program
+from shardwise.verification.run_recording import NotedLosses, Notes, Recorder, wide
 
 
 @dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class OneProcess:
         self._recorder.begin()
         self._num_steps += 1
         given = self._program.as_ranks_have_it(batch, self._channel.device)
-        report = self._engine.step(given, **self._noted.turn(self._turns.of(self._num_steps)))
+        report = self._engine.step(given, **self._noted.turn(self._turns(self._num_steps)))
         notes = self._recorder.take()
         self._theirs = None
         if not report.skipped:

@@ -17,7 +17,7 @@ from shardwise.checkpoint import Catalogue
 from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.plan.names import is_state_name
-from shardwise.train.verification.error_model import (
+from shardwise.verification.error_model import (
     EQUAL,
     UNIT_ROUNDOFF,
     UPDATE_ROUNDINGS,
@@ -27,12 +27,12 @@ from shardwise.train.verification.error_model import (
     by_element,
     by_size,
 )
-from shardwise.train.verification.layout_run import LayoutNotes
-from shardwise.train.verification.mean_gradients import MeanGradients
-from shardwise.train.verification.one_process import OwnStep
-from shardwise.train.verification.program import Program
-from shardwise.train.verification.report import Divergence, StepComparison, Tally
-from shardwise.train.verification.run_recording import LOSS, Noted, is_number, places, wide
+from shardwise.verification.layout_run import LayoutNotes
+from shardwise.verification.mean_gradients import MeanGradients
+from shardwise.verification.one_process import OwnStep
+from shardwise.verification.program import Program
+from shardwise.verification.report import Divergence, StepComparison, Tally
+from shardwise.verification.run_recording import LOSS, Noted, is_number, places, wide
 
 OUTPUTS, PER_MICROBATCH, LOSSES = "outputs of modules", "gradients per microbatch", "losses"
 MEANS, NORMS, UPDATED = "mean gradients", "gradient norms", "updated tensors"

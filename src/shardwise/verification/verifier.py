@@ -24,12 +24,12 @@ from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import OptimizerError
 from shardwise.plan import Plan
-from shardwise.train.verification.error_model import ErrorModel
-from shardwise.train.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
-from shardwise.train.verification.one_process import OneProcess
-from shardwise.train.verification.program import Program, Scheduler
-from shardwise.train.verification.report import Divergence, StepComparison, Verdict, VerificationReport
-from shardwise.train.verification.run_comparison import StepComparer, initial_divergence
+from shardwise.verification.error_model import ErrorModel
+from shardwise.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
+from shardwise.verification.one_process import OneProcess
+from shardwise.verification.program import Program, Scheduler
+from shardwise.verification.report import Divergence, StepComparison, Verdict, VerificationReport
+from shardwise.verification.run_comparison import StepComparer, initial_divergence
 
 _PROGRESS = "progress of a verification"
 

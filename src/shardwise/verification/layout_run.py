@@ -26,9 +26,9 @@ from shardwise.engine import Engine
 from shardwise.engine.forward.batches import count_rows, split_batch
 from shardwise.engine.step.exchange import weigh
 from shardwise.engine.step.reports import StepReport
-from shardwise.train.verification.error_model import Path
-from shardwise.train.verification.program import Program
-from shardwise.train.verification.run_recording import GradientKey, Noted, NotedLosses, Notes, OutputKey, Recorder
+from shardwise.verification.error_model import Path
+from shardwise.verification.program import Program
+from shardwise.verification.run_recording import GradientKey, Noted, NotedLosses, Notes, OutputKey, Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def run_layout(program: Program, channel: Channel, folder: FilePath) -> None:
         for step, share in enumerate(shares):
             counted = _counted(program, share)
             recorder.begin()
-            report = engine.step(share, **noted.turn(turns.of(step + 1)))
+            report = engine.step(share, **noted.turn(turns(step + 1)))
             notes = recorder.take()
             # Before the schedulers and the next step: the engine's gradients are views that the next update
             # overwrites.

@@ -9,13 +9,14 @@ import torch
 import transformers
 
 import shardwise as sw
-from shardwise.train.verification.program import Program, configured
-from shardwise.train.verification.report import VerificationReport
-from shardwise.train.verification.verifier import verify_simulated
+from shardwise.train.verified_program import configured
+from shardwise.verification.program import Program
+from shardwise.verification.report import VerificationReport
+from shardwise.verification.verifier import verify_simulated
 from tests.oracle.batches import word_loss
 from tests.refusals import Refusals
 from tests.train.row_kinds import run_of
-from tests.train.verification.verified import Net, batches, compared, plan, tied, verified
+from tests.verification.verified import Net, batches, compared, plan, tied, verified
 
 OUTPUTS, PER_MICROBATCH, MEANS, UPDATED = (
     "outputs of modules",
@@ -252,7 +253,7 @@ def asked(**given: Any) -> None:
 
 
 REFUSED = Refusals(
-    "train.verifier",
+    "verification.verifier",
     {
         "a model": lambda: asked(make_model=Net()),
         "no plan": lambda: asked(plan={"tp": 2}),

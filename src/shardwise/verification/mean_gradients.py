@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 
 from shardwise.space import Piece
-from shardwise.train.verification.error_model import (
+from shardwise.verification.error_model import (
     UNIT_ROUNDOFF,
     Closeness,
     ErrorModel,
@@ -26,10 +26,10 @@ from shardwise.train.verification.error_model import (
     by_size,
     factor_between,
 )
-from shardwise.train.verification.layout_run import LayoutNotes
-from shardwise.train.verification.one_process import OwnStep
-from shardwise.train.verification.program import Program
-from shardwise.train.verification.run_recording import GradientKey, places, wide
+from shardwise.verification.layout_run import LayoutNotes
+from shardwise.verification.one_process import OwnStep
+from shardwise.verification.program import Program
+from shardwise.verification.run_recording import GradientKey, places, wide
 
 
 class MeanGradients:

@@ -11,8 +11,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.train.verification.report import Divergence, VerificationReport
-from tests.train.verification.verified import Net, compared, plan, tied, verified
+from shardwise.verification.report import Divergence, VerificationReport
+from tests.verification.verified import Net, compared, plan, tied, verified
 
 
 def simulated_rank() -> int | None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.train.verification.report import VerificationReport
+from shardwise.verification.report import VerificationReport
 from tests.oracle.batches import NUM_WORDS, Batch, word_batch, word_loss
 
 TENSOR = sw.Tensor(rules={"wide": "column", "narrow": "row", "embedding": "vocab", "head": "vocab"})

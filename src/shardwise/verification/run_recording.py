@@ -26,7 +26,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_tensor import StageTensor
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.space import Portion
-from shardwise.train.verification.error_model import Path
+from shardwise.verification.error_model import Path
 
 SAMPLED_ELEMENTS = 1 << 12
 """So many elements of a tensor are kept."""

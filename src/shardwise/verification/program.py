@@ -7,7 +7,6 @@ plan               one_process_plan          the batch of an update, 8 rows
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.comm import Channel
-from shardwise.data import DataPlace, first_batches
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.forward.batches import (
     Batch,
@@ -34,13 +32,7 @@ from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import BatchError, ModelError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
-from shardwise.train.config import RunConfig
-from shardwise.train.learning_rates import scheduler_maker
-from shardwise.train.plateau_rates import plateau_of
-from shardwise.train.run_build import build_loss_weight, build_model, optimizer_factory
-from shardwise.train.run_data import build_data
-from shardwise.train.turns import Turns, build_loss, build_turns
-from shardwise.train.verification.run_recording import NotedLosses
+from shardwise.verification.run_recording import NotedLosses
 
 Scheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 """f(an optimizer) -> its learning-rate scheduler."""
@@ -63,8 +55,8 @@ class Program:
     loss_weight: LossWeight | None = None
     scheduler: Scheduler | None = None
     seed: int = 0
-    turns_of: Callable[[nn.Module], Turns] = lambda model: Turns()
-    """f(the model) -> the turns of its updates."""
+    turns_of: Callable[[nn.Module], Callable[[int], Mapping[str, Any]]] = lambda model: lambda update: {}
+    """f(the model) -> f(an update, counted from 1) -> further arguments of its `engine.step`."""
     groups: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     row_dims: RowDims = 0
     """Where rows are, as `rows` of `parallelize`."""
@@ -184,22 +176,3 @@ class Program:
         """The model, with the same initial parameters each time."""
         torch.manual_seed(self.seed)
         return self.make_model()
-
-
-def configured(config: RunConfig, *, steps: int) -> Program:
-    """The first updates of the run, under the plan of `config`."""
-    make_scheduler = scheduler_maker(config)
-    return Program(
-        make_model=lambda: build_model(config),
-        plan=config.plan,
-        batches=first_batches(build_data(config).data, DataPlace(), steps),
-        optimizer_of=lambda model: optimizer_factory(config, model),
-        loss_of=partial(build_loss, config),
-        loss_weight=build_loss_weight(config),
-        # Without evaluations a plateau changes nothing.
-        scheduler=(lambda optimizer: make_scheduler(optimizer, 0)) if plateau_of(config) is None else None,
-        seed=config.train.seed,
-        turns_of=partial(build_turns, config),
-        groups=config.model.groups,
-        row_dims=config.data.row_dims,
-    )
