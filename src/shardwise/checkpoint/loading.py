@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
-from shardwise.checkpoint.contents import Contents, Place, StoredTensor, model_name_of_master, without_followers
+from shardwise.checkpoint.contents import Contents, Place, StoredPiece, model_name_of_master, without_followers
 from shardwise.checkpoint.holdings import RankFacts, facts_of
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, match, prefix_hint, twin_pairs, untied
 from shardwise.checkpoint.numbered_state import as_numbered, is_unsettled
-from shardwise.checkpoint.read_plan import missing, plan_reads
+from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
 from shardwise.checkpoint.rewritten import metas_of_pieces, ranks_along_tp, rewritten_for_load
@@ -46,19 +46,16 @@ from shardwise.checkpoint.windows import (
     targets_of_scales,
 )
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
+from shardwise.comm.agreement import agreed, json_as, understood, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
+from shardwise.moving.piece_exchange import AT_ONCE_BYTES, Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 from shardwise.space.pieces import tensor_of
-
-_AT_ONCE_BYTES = 1 << 20
-"""What all ranks say of the target goes in one exchange where it is no more than this."""
 
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
@@ -269,24 +266,17 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         live, takes_state = _live(source.words)
         contents = rewritten_for_load(contents, options.rewrite, live, takes_state=takes_state)
     held, restoration, wanted, found = _settle(channel, state, contents, options)
-    rounds, paddings = _located(channel.rank, contents, held, wanted, found)
+    rounds, paddings = _located(channel.rank, source, contents, held, wanted, found)
+    findings = [finding for each in rounds for finding in each.findings]
     verify = bool(options.verify) and contents.verifiable
-    in_files = contents.stored.tensors
-    stored = [[piece for name in each.names for piece in in_files[name].pieces] for each in rounds]
-    plans = [
-        plan_reads(pieces, _in_files(each, in_files), channel.rank, block_bytes=contents.block_bytes, readers=readers)
-        for each, pieces in zip(rounds, stored, strict=True)
-    ]
-    # Each rank looks at what it wants itself; together they have looked at all that is read.
-    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], in_files)]
     may_read_exactly = options.shared and not verify
     with DataFiles(store) as files:
         if channel.rank in readers:
             # Each file is looked at by the ranks that read from it, and by one more: a thousand ranks would otherwise
             # open a thousand files each.
-            names = sorted({piece.file for pieces in stored for piece in pieces})
+            names = sorted({piece.file for each in rounds for piece in each.stored})
             dealt = names[sorted(readers).index(channel.rank) :: len(readers)]
-            read = {name for plan in plans for name in plan.files(read_for_others=not may_read_exactly)}
+            read = {name for each in rounds for name in each.plan.files(read_for_others=not may_read_exactly)}
             heads = dealt if verify else ()
             for *_, found_here in check_files(files, contents, sorted(read.union(dealt)), heads=heads):
                 findings += found_here
@@ -295,13 +285,13 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
                 channel,
                 files,
                 contents,
-                pieces,
-                plan,
+                each.stored,
+                each.plan,
                 each.targets,
                 verify=verify,
                 may_read_exactly=may_read_exactly,
             )
-            for each, pieces, plan in zip(rounds, stored, plans, strict=True)
+            for each in rounds
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
@@ -317,7 +307,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         location=contents.location,
         step=contents.step,
         verified=verify,
-        num_tensors=sum(len(each.names) for each in rounds),
+        num_tensors=sum(each.num_tensors for each in rounds),
         read_bytes=sum(each.read_bytes for each in reading) + compared_bytes,
         received_bytes=sum(each.received_bytes for each in reading),
         in_place=reading[-1].in_place,
@@ -348,21 +338,41 @@ def _live(words: Sequence[bytes]) -> tuple[dict[str, TensorMeta], bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reads:
-    """Stored pieces that ranks want, and the tensors that take those of this rank."""
+    """What is read of stored tensors for all ranks."""
 
-    sources: Sequence[Sequence[Piece]]
-    """For each rank, as they are stored."""
+    num_tensors: int
+    stored: Sequence[StoredPiece]
+    """All pieces of these tensors."""
     targets: Sequence[ReadTarget]
-    """One for each piece of this rank."""
+    """Those of this rank: one for each piece that the plan has as wanted here."""
+    plan: ReadPlan
+    findings: Sequence[str]
+    """Pieces that this rank wants, and that the stored ones do not cover."""
 
-    @property
-    def names(self) -> list[str]:
-        """The stored tensors."""
-        return list(dict.fromkeys(piece.name for pieces in self.sources for piece in pieces))
+    @classmethod
+    def of(
+        cls, rank: int, source: Source, wanted: Sequence[Sequence[Piece]], targets: Sequence[ReadTarget]
+    ) -> "_Reads":
+        """wanted: what each rank wants, as it is stored."""
+        names = dict.fromkeys(piece.name for pieces in wanted for piece in pieces)
+        pieces_of = {name: source.contents.tensors[name].pieces for name in names}
+        stored = list(chain.from_iterable(pieces_of.values()))
+        # Each rank looks at what it wants itself; together they have looked at all that is read.
+        lacking = ((each, missing(pieces_of[each.name], each)) for each in wanted[rank])
+        findings = [
+            f"{each}: {number} of {each.num_elements} elements are in no piece of {each.name} that the checkpoint "
+            "has; it is incomplete"
+            for each, number in lacking
+            if number
+        ]
+        if not all(pieces_of.values()):
+            wanted = [[piece for piece in pieces if pieces_of[piece.name]] for pieces in wanted]
+        plan = plan_reads(stored, wanted, rank, block_bytes=source.contents.block_bytes, readers=source.readers)
+        return cls(num_tensors=len(names), stored=stored, targets=targets, plan=plan, findings=findings)
 
 
 def _located(
-    rank: int, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
+    rank: int, source: Source, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> tuple[list[_Reads], list[Callable[[], None]]]:
     """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
 
@@ -380,12 +390,12 @@ def _located(
     elements = [[place.piece for place in each if place.fill is None] for each in places]
     scales = [pieces_of_scales(contents, each) for each in places]
     # Scales before the elements that are multiplied by them.
-    before = [_Reads(sources=scales, targets=targets_of_scales(targets))] if any(scales) else []
-    return [*before, _Reads(sources=elements, targets=targets)], paddings
+    before = [_Reads.of(rank, source, scales, targets_of_scales(targets))] if any(scales) else []
+    return [*before, _Reads.of(rank, source, elements, targets)], paddings
 
 
-_facts_in = json_as(tuple[dict[str, str], list[str]])
-"""Ties of a target, and names that it accounts for."""
+_facts_in = json_as(tuple[dict[str, str], list[str], list[str]])
+"""Ties of a target, names that it accounts for, and what of the stored settings does not fit it."""
 
 
 def _settle(
@@ -397,7 +407,7 @@ def _settle(
     """
     effects = contents.effects
     waits_for_order = is_unsettled(contents) and not options.weights_alone
-    with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+    with Gathering("pieces, ties and findings of the target", at_once_bytes=AT_ONCE_BYTES).agreed(channel) as gathered:
         orders = state.numbering() if waits_for_order and isinstance(state, Numbering) else ()
         ordered = as_numbered(contents, orders)
         contents = ordered.contents
@@ -405,18 +415,15 @@ def _settle(
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
         own = [piece for piece in held.tensors if piece.num_elements or piece.whole]
-        accounted_here, misfits = (restoration.accounted, restoration.findings) if restoration else ((), ())
-        gathered.own = [
-            pack_pieces(own),
-            json.dumps([held.aliases, sorted(accounted_here)]).encode(),
-            json.dumps(list(misfits)).encode(),
-        ]
-    texts, known_of, misfits_of = gathered.texts
+        of_settings = (sorted(restoration.accounted), list(restoration.findings)) if restoration else ([], [])
+        gathered.own = [pack_pieces(own), json.dumps([held.aliases, *of_settings]).encode()]
+    texts, known_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     some = {(each.name, each.dtype, each.global_shape): each for pieces in pieces_of.values() for each in pieces}
     kinds = [tensor_of(piece) for piece in some.values()]
-    ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
+    known = understood_once(known_of, _facts_in, purpose="ties of the target")
+    ties_of, names_of, misfits_of = zip(*known, strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     placed = {kind.name for kind in kinds} | aliases.keys()
     kinds = [kind for kind in kinds if not effects.keeps(kind.name)]
@@ -427,7 +434,7 @@ def _settle(
         for name in without_followers(effects.added)
         if name not in placed
     )
-    unfit = dict.fromkeys(chain.from_iterable(understood_once(misfits_of, texts_in, purpose="findings of the target")))
+    unfit = dict.fromkeys(chain.from_iterable(misfits_of))
     if isinstance(state, Restorable):
         unfit |= dict.fromkeys(effects.unfit)
     findings = list(found.misfits)
@@ -475,24 +482,3 @@ def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]
     restoration = state.restore(stored, contents.settings)
     held = hold(restoration.wanted, what="the target")
     return replace(held, aliases={**held.aliases, **restoration.aliases}), restoration
-
-
-def _in_files(reads: _Reads, tensors: Mapping[str, StoredTensor]) -> Sequence[Sequence[Piece]]:
-    """What each rank wants of tensors that are in files; that of others is a finding of `_coverage`."""
-    lacking = {name for name in reads.names if not tensors[name].pieces}
-    if not lacking:
-        return reads.sources
-    return [[piece for piece in wants if piece.name not in lacking] for wants in reads.sources]
-
-
-def _coverage(wanted: Sequence[Piece], tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Wanted pieces that the stored pieces of their tensor do not cover."""
-    findings = []
-    for each in wanted:
-        lacking = missing(tensors[each.name].pieces, each)
-        if lacking:
-            findings.append(
-                f"{each}: {lacking} of {each.num_elements} elements are in no piece "
-                f"of {each.name} that the checkpoint has; it is incomplete"
-            )
-    return findings
