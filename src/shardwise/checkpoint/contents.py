@@ -14,7 +14,7 @@ made it of them (`RewrittenContents`).
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,8 +100,7 @@ class StoredTensor:
         return replace(self, name=name, pieces=pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A piece that has elements of another one under other names, and where they are in the tensor of that one.
 
     Of a checkpoint that a rewrite renames, it is a stored piece of a wanted one; of a state, a written piece of a held

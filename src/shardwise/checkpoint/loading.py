@@ -9,23 +9,23 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpoint.comparison import joined_numbers
-from shardwise.checkpoint.contents import Contents, StoredTensor, model_name_of_master, without_followers
+from shardwise.checkpoint.contents import Contents, Place, StoredPiece, model_name_of_master, without_followers
 from shardwise.checkpoint.holdings import RankFacts, facts_of
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, match, prefix_hint, twin_pairs, untied
-from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
-from shardwise.checkpoint.read_plan import missing, plan_reads
+from shardwise.checkpoint.matching import Match, match, prefix_hint, twin_pairs, untied
+from shardwise.checkpoint.numbered_state import as_numbered, is_unsettled
+from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadRounds, agree_on_rounds
 from shardwise.checkpoint.reading import DataFiles, check_files
 from shardwise.checkpoint.rewritten import metas_of_pieces, ranks_along_tp, rewritten_for_load
-from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
+from shardwise.checkpoint.sources import Source, agree_on_source, was_removed, with_newest
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import (
     CURSOR_KEY,
@@ -40,22 +40,22 @@ from shardwise.checkpoint.states import (
 )
 from shardwise.checkpoint.stores import Address
 from shardwise.checkpoint.windows import (
-    PaddingTarget,
     ReadTarget,
     pieces_of_scales,
-    targets_of,
+    targets_at,
     targets_of_scales,
 )
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, json_as, texts_in, understood_once
+from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
+from shardwise.space.pieces import tensor_of
 
 _AT_ONCE_BYTES = 1 << 20
 """What all ranks say of the target goes in one exchange where it is no more than this."""
@@ -183,30 +183,27 @@ def _loaded(
     data: SomeData | None,
     see: Callable[[Contents], Contents],
 ) -> Loaded:
-    for attempt in range(1, ATTEMPTS + 1):
-        given = partial(_in_words, options, step, data)
+    def find() -> Source:
+        given = partial(_said, state, options, step, data)
         source = agree_on_source(used, path, step=step, shared=options.shared, options=given)
-        source = replace(source, contents=see(source.contents))
-        try:
-            # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
-            extra = unpacked(source.contents.extra)
-            cursor = None if data is None else _cursor_for(used, data, extra, source)
-            restoration, report = _read(used, source, state, options)
-        except CheckpointError:  # on all ranks
-            # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is there.
-            if attempt == ATTEMPTS or not _was_removed(used, source):
-                raise
-        else:
-            # All ranks are here together, after the last read: what an engine does there may take all of them.
-            if restoration is not None:
-                with torch.no_grad():
-                    restoration.finish()
-            loaded = Loaded(extra, report)
-            if data is not None and cursor is not None:
-                positioned(data).resume(cursor)
-                del loaded[CURSOR_KEY]
-            return loaded
-    raise AssertionError("the last attempt returns or raises")
+        return replace(source, contents=see(source.contents))
+
+    def read(source: Source) -> tuple[Loaded, Restoration | None, Mapping[str, Any] | None]:
+        # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
+        extra = unpacked(source.contents.extra)
+        cursor = None if data is None else _cursor_for(used, data, extra, source)
+        restoration, report = _read(used, source, state, options)
+        return Loaded(extra, report), restoration, cursor
+
+    loaded, restoration, cursor = with_newest(find, read, partial(_was_removed, used))
+    # All ranks are here together, after the last read: what an engine does there may take all of them.
+    if restoration is not None:
+        with torch.no_grad():
+            restoration.finish()
+    if data is not None and cursor is not None:
+        positioned(data).resume(cursor)
+        del loaded[CURSOR_KEY]
+    return loaded
 
 
 def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
@@ -228,6 +225,19 @@ def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], sour
             raise CheckpointError(f"{location} does not fit the data: {error}") from error
     cursor: Mapping[str, Any] = extra[CURSOR_KEY]
     return cursor
+
+
+_TARGET = "tensors of the target of a rewrite"
+
+
+def _said(state: State, options: _Options, step: int | None, data: SomeData | None) -> tuple[str, bytes]:
+    """What a call of `load` asks for, the same on all ranks, and what a rewrite has to know of this rank's target."""
+    words = _in_words(options, step, data)
+    if options.rewrite is None:
+        return words, b""
+    held = hold(state, what="the target")
+    facts = [each.decode() for each in facts_of(state, held)]
+    return words, json.dumps([*facts, bool(held.settings.get("optimizers"))]).encode()
 
 
 def _in_words(options: _Options, step: int | None, data: SomeData | None) -> str:
@@ -256,27 +266,20 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
     if options.rewrite is not None:
-        live, takes_state = _live(channel, state)
+        live, takes_state = _live(source.words)
         contents = rewritten_for_load(contents, options.rewrite, live, takes_state=takes_state)
     held, restoration, wanted, found = _settle(channel, state, contents, options)
-    rounds, padding = _located(channel.rank, contents, held, wanted, found)
+    rounds, paddings = _located(channel.rank, source, contents, held, wanted, found)
+    findings = [finding for each in rounds for finding in each.findings]
     verify = bool(options.verify) and contents.verifiable
-    in_files = contents.stored.tensors
-    stored = [[piece for name in each.names for piece in in_files[name].pieces] for each in rounds]
-    plans = [
-        plan_reads(pieces, _in_files(each, in_files), channel.rank, block_bytes=contents.block_bytes, readers=readers)
-        for each, pieces in zip(rounds, stored, strict=True)
-    ]
-    # Each rank looks at what it wants itself; together they have looked at all that is read.
-    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], in_files)]
     may_read_exactly = options.shared and not verify
     with DataFiles(store) as files:
         if channel.rank in readers:
             # Each file is looked at by the ranks that read from it, and by one more: a thousand ranks would otherwise
             # open a thousand files each.
-            names = sorted({piece.file for pieces in stored for piece in pieces})
+            names = sorted({piece.file for each in rounds for piece in each.stored})
             dealt = names[sorted(readers).index(channel.rank) :: len(readers)]
-            read = {name for plan in plans for name in plan.files(read_for_others=not may_read_exactly)}
+            read = {name for each in rounds for name in each.plan.files(read_for_others=not may_read_exactly)}
             heads = dealt if verify else ()
             for *_, found_here in check_files(files, contents, sorted(read.union(dealt)), heads=heads):
                 findings += found_here
@@ -285,13 +288,13 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
                 channel,
                 files,
                 contents,
-                pieces,
-                plan,
+                each.stored,
+                each.plan,
                 each.targets,
                 verify=verify,
                 may_read_exactly=may_read_exactly,
             )
-            for each, pieces, plan in zip(rounds, stored, plans, strict=True)
+            for each in rounds
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
@@ -301,13 +304,13 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
             # After the reads: damage leaves the target as it was, where it does.
-            for each in padding:
-                each.fill()
+            for pad in paddings:
+                pad()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
         verified=verify,
-        num_tensors=sum(len(each.names) for each in rounds),
+        num_tensors=sum(each.num_tensors for each in rounds),
         read_bytes=sum(each.read_bytes for each in reading) + compared_bytes,
         received_bytes=sum(each.received_bytes for each in reading),
         in_place=reading[-1].in_place,
@@ -321,60 +324,77 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     return restoration, report
 
 
-def _live(channel: Channel, state: State) -> tuple[dict[str, TensorMeta], bool]:
-    """The tensors of the target on all ranks, and whether it takes over the state of optimizers.
+def _live(words: Sequence[bytes]) -> tuple[dict[str, TensorMeta], bool]:
+    """The tensors of the target on all ranks, and whether it takes over the state of optimizers, as ranks have said.
 
-    They say what placeholders of a rewrite stand for, and how tensors are cut. Raises the same error on all ranks.
+    They tell what placeholders of a rewrite stand for, and how tensors are cut.
     """
-    purpose = "tensors of the target of a rewrite"
-    with Gathering(purpose, at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
-        held = hold(state, what="the target")
-        gathered.own, gathered.value = facts_of(state, held), bytes([bool(held.settings.get("optimizers"))])
-    facts = RankFacts.of(*gathered.texts, purpose=purpose)
-    pieces_of = unpack_alike(facts.pieces, gathered.own[0], list(held.tensors))
-    metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=ranks_along_tp(facts.layout))
+    said = understood(words, cache(json_as(tuple[str, str, bool])), purpose=_TARGET)
+    texts, known, takes_state = zip(*said, strict=True)
+    pieces, packed = ([each.encode() for each in given] for given in (texts, known))
+    facts = RankFacts.of(pieces, packed, purpose=_TARGET)
+    every = chain.from_iterable(understood_once(pieces, unpack_pieces, purpose=_TARGET))
+    metas = metas_of_pieces(every, num_ranks=ranks_along_tp(facts.layout))
     tied = {alias: metas[name] for ties in facts.ties for alias, name in ties.items() if name in metas}
-    return {**metas, **tied}, b"\1" in gathered.values
+    return {**metas, **tied}, any(takes_state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reads:
-    """Stored pieces that ranks want, and the tensors that take those of this rank."""
+    """What is read of stored tensors for all ranks."""
 
-    sources: Sequence[Sequence[Piece]]
-    """For each rank, as they are stored."""
+    num_tensors: int
+    stored: Sequence[StoredPiece]
+    """All pieces of these tensors."""
     targets: Sequence[ReadTarget]
-    """One for each piece of this rank."""
+    """Those of this rank: one for each piece that the plan has as wanted here."""
+    plan: ReadPlan
+    findings: Sequence[str]
+    """Pieces that this rank wants, and that the stored ones do not cover."""
 
-    @property
-    def names(self) -> list[str]:
-        """The stored tensors."""
-        return list(dict.fromkeys(piece.name for pieces in self.sources for piece in pieces))
+    @classmethod
+    def of(
+        cls, rank: int, source: Source, wanted: Sequence[Sequence[Piece]], targets: Sequence[ReadTarget]
+    ) -> "_Reads":
+        """wanted: what each rank wants, as it is stored."""
+        names = dict.fromkeys(piece.name for pieces in wanted for piece in pieces)
+        pieces_of = {name: source.contents.tensors[name].pieces for name in names}
+        stored = list(chain.from_iterable(pieces_of.values()))
+        # Each rank looks at what it wants itself; together they have looked at all that is read.
+        lacking = ((each, missing(pieces_of[each.name], each)) for each in wanted[rank])
+        findings = [
+            f"{each}: {number} of {each.num_elements} elements are in no piece of {each.name} that the checkpoint "
+            "has; it is incomplete"
+            for each, number in lacking
+            if number
+        ]
+        if not all(pieces_of.values()):
+            wanted = [[piece for piece in pieces if pieces_of[piece.name]] for pieces in wanted]
+        plan = plan_reads(stored, wanted, rank, block_bytes=source.contents.block_bytes, readers=source.readers)
+        return cls(num_tensors=len(names), stored=stored, targets=targets, plan=plan, findings=findings)
 
 
 def _located(
-    rank: int, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
-) -> tuple[list[_Reads], list[PaddingTarget]]:
+    rank: int, source: Source, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
+) -> tuple[list[_Reads], list[Callable[[], None]]]:
     """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
 
-    def name_of(piece: Piece) -> str:
-        return found.source[WantedTensor.of(piece)]
+    def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
+        return [contents.places(piece, found.source[piece.name, piece.dtype]) for piece in pieces]
 
     # Ranks that want the same have one list.
-    known = {id(each): [each for piece in each for each in contents.places(piece, name_of(piece))] for each in wanted}
-    places = [known[id(each)] for each in wanted]
-    made = [
-        target
-        for piece in wanted[rank]
-        for target in targets_of(contents, piece, held.tensors[piece], name_of(piece), keeps=True)
-    ]
-    targets = [each for each in made if isinstance(each, ReadTarget)]
-    padding = [each for each in made if isinstance(each, PaddingTarget)]
+    known = {id(each): placed(each) for each in wanted}
+    places = [list(chain.from_iterable(known[id(each)])) for each in wanted]
+    targets, paddings = list[ReadTarget](), list[Callable[[], None]]()
+    for piece, each in zip(wanted[rank], known[id(wanted[rank])], strict=True):
+        takers, pads = targets_at(contents, each, held.tensors[piece], piece.dtype, keeps=True)
+        targets += takers
+        paddings += pads
     elements = [[place.piece for place in each if place.fill is None] for each in places]
     scales = [pieces_of_scales(contents, each) for each in places]
     # Scales before the elements that are multiplied by them.
-    before = [_Reads(sources=scales, targets=targets_of_scales(targets))] if any(scales) else []
-    return [*before, _Reads(sources=elements, targets=targets)], padding
+    before = [_Reads.of(rank, source, scales, targets_of_scales(targets))] if any(scales) else []
+    return [*before, _Reads.of(rank, source, elements, targets)], paddings
 
 
 _facts_in = json_as(tuple[dict[str, str], list[str]])
@@ -388,13 +408,12 @@ def _settle(
 
     Raises the same error on all ranks.
     """
-    effects, notes = contents.effects, contents.notes
-    ordered = OrderedState(contents=contents, notes=notes)
-    if isinstance(state, Numbering) and not options.weights_alone and is_unsettled(contents):
-        with agreed(channel, purpose="order of the target's optimizers"):
-            ordered = as_numbered(contents, state.numbering(), notes)
-    contents = ordered.contents
+    effects = contents.effects
+    waits_for_order = is_unsettled(contents) and not options.weights_alone
     with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+        orders = state.numbering() if waits_for_order and isinstance(state, Numbering) else ()
+        ordered = as_numbered(contents, orders)
+        contents = ordered.contents
         held, restoration = _target(state, contents)
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
@@ -408,11 +427,12 @@ def _settle(
     texts, known_of, misfits_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
-    kinds = dict.fromkeys(WantedTensor.of(piece) for pieces in pieces_of.values() for piece in pieces)
+    some = {(each.name, each.dtype, each.global_shape): each for pieces in pieces_of.values() for each in pieces}
+    kinds = [tensor_of(piece) for piece in some.values()]
     ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     placed = {kind.name for kind in kinds} | aliases.keys()
-    kinds = {kind: None for kind in kinds if not effects.keeps(kind.name)}
+    kinds = [kind for kind in kinds if not effects.keeps(kind.name)]
     accounted = frozenset[str]().union(*names_of)
     found = match(kinds, contents, aliases=aliases, accounted=accounted)
     found.unexpected.extend(
@@ -444,7 +464,7 @@ def _settle(
         )
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend([*ordered.findings, *unfit])
-    lacking = {kind.name for kind in kinds if kind not in found.source}
+    lacking = {kind.name for kind in kinds if (kind.name, kind.dtype) not in found.source}
     kept = sorted({model_name_of_master(name) or name for name in lacking} - {n for n in lacking if is_state_name(n)})
     if kept and isinstance(state, Restorable):
         # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
@@ -454,7 +474,7 @@ def _settle(
     found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
     found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
     present = {
-        text: [piece for piece in pieces if piece.num_elements and WantedTensor.of(piece) in found.source]
+        text: [piece for piece in pieces if piece.num_elements and (piece.name, piece.dtype) in found.source]
         for text, pieces in pieces_of.items()
     }
     return held, restoration, [present[text] for text in texts], found
@@ -468,24 +488,3 @@ def _target(state: State, contents: Contents) -> tuple[Held, Restoration | None]
     restoration = state.restore(stored, contents.settings)
     held = hold(restoration.wanted, what="the target")
     return replace(held, aliases={**held.aliases, **restoration.aliases}), restoration
-
-
-def _in_files(reads: _Reads, tensors: Mapping[str, StoredTensor]) -> Sequence[Sequence[Piece]]:
-    """What each rank wants of tensors that are in files; that of others is a finding of `_coverage`."""
-    lacking = {name for name in reads.names if not tensors[name].pieces}
-    if not lacking:
-        return reads.sources
-    return [[piece for piece in wants if piece.name not in lacking] for wants in reads.sources]
-
-
-def _coverage(wanted: Sequence[Piece], tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Wanted pieces that the stored pieces of their tensor do not cover."""
-    findings = []
-    for each in wanted:
-        lacking = missing(tensors[each.name].pieces, each)
-        if lacking:
-            findings.append(
-                f"{each}: {lacking} of {each.num_elements} elements are in no piece "
-                f"of {each.name} that the checkpoint has; it is incomplete"
-            )
-    return findings

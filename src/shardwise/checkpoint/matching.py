@@ -23,26 +23,12 @@ from shardwise.rewrite.statements import Name, Rest, TextPlace
 from shardwise.space import Piece
 
 
-@dataclass(frozen=True, slots=True)
-class WantedTensor:
-    """A tensor that some rank wants, whole or in part."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, piece: Piece) -> "WantedTensor":
-        """The tensor of a piece."""
-        return cls(piece.name, piece.dtype, piece.global_shape)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """Where everything that is wanted comes from, and all that does not fit, in words."""
 
-    source: dict[WantedTensor, str] = field(default_factory=dict)
-    """The stored tensor from which a wanted one is read. What is missing is not in it."""
+    source: dict[tuple[str, str], str] = field(default_factory=dict)
+    """For the name and the dtype of each wanted tensor the stored one from which it is read, unless that is missing."""
     missing: list[str] = field(default_factory=list)
     """Wanted, and not stored."""
     unexpected: list[str] = field(default_factory=list)
@@ -59,7 +45,7 @@ class Match:
 
 
 def match(
-    wanted: Iterable[WantedTensor],
+    wanted: Iterable[Piece],
     contents: Contents,
     *,
     aliases: Mapping[str, str],
@@ -86,7 +72,7 @@ def match(
             result.missing.append(f"{kind.name}: missing; {whose} has no tensor for it")
             continue
         settled |= {stored.name, _other(stored.name)}
-        result.source[kind] = stored.name
+        result.source[kind.name, kind.dtype] = stored.name
         if stored.shape != kind.shape:
             result.misfits.append(
                 f"{kind.name}: shape {list(kind.shape)} in the target, {list(stored.shape)} in {whose}"
@@ -127,9 +113,10 @@ def match(
     return result
 
 
-def prefix_hint(wanted: Iterable[WantedTensor], contents: Contents, found: Match) -> str:
+def prefix_hint(wanted: Iterable[Piece], contents: Contents, found: Match) -> str:
     """Say which statement gives all that is missing its name, if names differ by what they begin with; else ""."""
-    shapes = {kind.name: kind.shape for kind in wanted if kind not in found.source and not is_state_name(kind.name)}
+    lacking = (kind for kind in wanted if (kind.name, kind.dtype) not in found.source)
+    shapes = {kind.name: kind.shape for kind in lacking if not is_state_name(kind.name)}
     used = {*found.source.values()}
     left = [each for each in contents.tensors if not (each in used or is_state_name(each) or is_beside_name(each))]
     first = next(iter(shapes), None)

@@ -48,15 +48,15 @@ def notes_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(each.get("note", "")) for each in settings.get(NUMBERED, ()))
 
 
-def as_numbered(contents: Contents, orders: Sequence[Order], notes: Sequence[str]) -> OrderedState:
+def as_numbered(contents: Contents, orders: Sequence[Order]) -> OrderedState:
     """Name the numbered state of a checkpoint as the target's optimizers count. orders: of each of them.
 
-    notes: those of the checkpoint. Without optimizers in the target nothing changes.
+    Without optimizers in the target nothing changes.
     """
     records: list[dict[str, Any]] = list(contents.settings.get(NUMBERED, ()))
     findings = [] if not contents.left_state or not orders else [f"{contents.left_state}; {_WITHOUT_STATE}"]
     if not records or not orders:
-        return OrderedState(contents=contents, findings=findings, notes=notes)
+        return OrderedState(contents=contents, findings=findings, notes=contents.notes)
     owners = [{name for group in each["groups"] for name in group["parameters"]} for each in records]
     state = _by_owner(contents.tensors)
     chosen = _assignment(records, orders, state)
@@ -67,7 +67,7 @@ def as_numbered(contents: Contents, orders: Sequence[Order], notes: Sequence[str
         held = {
             name: each for name, each in contents.tensors.items() if (split_state_name(name) or ("",))[0] not in numbers
         }
-        return OrderedState(contents=replace(contents, tensors=held), findings=findings, notes=notes)
+        return OrderedState(contents=replace(contents, tensors=held), findings=findings, notes=contents.notes)
     name_of = {
         old: new.name for record, order in zip(records, chosen, strict=True) for old, new in _pairs(record, order)
     }
@@ -94,7 +94,7 @@ def as_numbered(contents: Contents, orders: Sequence[Order], notes: Sequence[str
         contents=replace(contents, tensors=tensors, settings=settings),
         given=given,
         findings=findings,
-        notes=[each for each in notes if each not in settled],
+        notes=[each for each in contents.notes if each not in settled],
     )
 
 

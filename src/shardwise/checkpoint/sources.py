@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import TypeVar
 
 from shardwise.checkpoint.contents import Contents
@@ -17,9 +18,10 @@ from shardwise.comm.digests import digest_of
 from shardwise.errors import CheckpointError, MismatchError, PeerError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
+S = TypeVar("S")
 T = TypeVar("T")
 
-ATTEMPTS = 10
+_ATTEMPTS = 10
 """Times that a reader may find its save removed, because newer ones are kept only, before it gives up."""
 
 
@@ -45,29 +47,33 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
 
 def _read_save(store: Store, seen: Store, step: int | None) -> Contents:
     """The newest save, or that of `step`. seen: the store as it was a moment ago, which does for the first look."""
-    for attempt in range(1, ATTEMPTS + 1):
-        number = select(seen if attempt == 1 else store, step=step)
+    looks = chain([seen], repeat(store))
+    return with_newest(
+        lambda: select(next(looks), step=step),
+        lambda number: read_save(store, number),
+        lambda number: _is_removed(store, folder_of(number) + MANIFEST),
+    )
+
+
+def with_newest(find: Callable[[], S], use: Callable[[S], T], is_removed: Callable[[S], bool]) -> T:
+    """Do something with what was found; again with the newer save, where this one was removed meanwhile.
+
+    `use` raises CheckpointError when it misses files.
+    """
+    # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is there.
+    for attempt in range(1, _ATTEMPTS + 1):
+        found = find()
         try:
-            return read_save(store, number)
+            return use(found)
         except CheckpointError:
-            if attempt == ATTEMPTS or not _is_removed(store, folder_of(number) + MANIFEST):
+            if attempt == _ATTEMPTS or not is_removed(found):
                 raise
     raise AssertionError("the last attempt returns or raises")
 
 
 def with_contents(store: Store, step: int | None, use: Callable[[Contents], T]) -> T:
-    """Do something with what `read_contents` gives; again with the newer save, where this one is removed meanwhile.
-
-    `use` raises CheckpointError when it misses files.
-    """
-    for attempt in range(1, ATTEMPTS + 1):
-        contents = read_contents(store, step=step)
-        try:
-            return use(contents)
-        except CheckpointError:
-            if attempt == ATTEMPTS or not was_removed(store, contents):
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    """As `with_newest`, of what `read_contents` gives."""
+    return with_newest(lambda: read_contents(store, step=step), use, lambda contents: was_removed(store, contents))
 
 
 def was_removed(store: Store, contents: Contents) -> bool:
@@ -92,22 +98,25 @@ class Source:
     """What it holds, the same on all ranks."""
     readers: frozenset[int]
     """The ranks that see its files."""
+    words: Sequence[bytes]
+    """What each rank said besides."""
 
 
 def agree_on_source(
-    channel: Channel, path: Address, *, step: int | None, shared: bool, options: Callable[[], str]
+    channel: Channel, path: Address, *, step: int | None, shared: bool, options: Callable[[], tuple[str, bytes]]
 ) -> Source:
     """The checkpoint at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
-    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks.
+    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks,
+    and what the others have to know besides.
     Raises the same error on all ranks: CheckpointError when none finds one, MismatchError for different options.
     """
     contents: Contents | None = None
     refusal: ShardwiseError | None = None
     purpose = "options of a load, and the checkpoint"
     with agreed(channel, purpose=purpose, num_parts=2) as agreement:
-        given = options()
+        given, agreement.value = options()
         store = store_of(path)
         # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also
         # makes all see the same save, where a new one appears meanwhile.
@@ -139,7 +148,7 @@ def agree_on_source(
         answers = channel.exchange(mine, purpose="contents of the checkpoint")
     if contents is None or channel.rank != first:
         contents = _understood(answers, first)
-    return Source(store=store, contents=contents, readers=readers)
+    return Source(store=store, contents=contents, readers=readers, words=agreement.values)
 
 
 def _readers(

@@ -9,15 +9,15 @@
 A load checks also that the tensors can be written: that is found out before the first of them is.
 """
 
-import contextlib
-import ctypes
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from shardwise.moving.copies import parts_of
 from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Move, Piece
+from shardwise.space.pieces import tensor_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +186,7 @@ class _Collection:
             self.problems.append(f"{piece} is of dtype {piece.dtype}, but its tensor of {dtype_name(tensor.dtype)}")
         # A tensor without elements has no part that one rank could have alone: every rank holds it whole.
         elif not math.prod(piece.global_shape):
-            whole = Piece(name=piece.name, dtype=piece.dtype, global_shape=piece.global_shape)
-            self.tensors[whole] = tensor.detach().reshape(piece.global_shape)
+            self.tensors[tensor_of(piece)] = tensor.detach().reshape(piece.global_shape)
         elif piece in self.tensors:
             self.problems.append(f"{piece} is given twice")
         elif tensor.numel():
@@ -240,29 +240,26 @@ def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[obje
     return (*memory, local.is_conj(), local.is_neg())
 
 
-_LIBC = ctypes.CDLL(None)
-
-
 def check_targets(held: Held) -> None:
     """Raise CheckpointError, with every finding, for targets that cannot be written, or whose elements share memory."""
     problems: list[str] = []
     spans: dict[torch.device, list[tuple[int, int, Piece]]] = {}
-    with _probe() as is_writable:
-        for piece, tensor in held.tensors.items():
-            num_elements = tensor.numel()
-            if (problem := _why_unwritable(piece, tensor)) is not None:
-                problems.append(problem)
-            elif num_elements and tensor.is_cpu and type(tensor) is torch.Tensor and not is_writable(tensor.data_ptr()):
-                problems.append(f"{piece} would be read into read-only memory, such as a mapped file; clone() it")
-            elif not tensor.is_contiguous() and _shares_within(tensor):
-                problems.append(
-                    f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
-                    f"{tensor.stride()}, whose elements share memory (expand()); clone() it"
-                )
-            # Only tensors without gaps are compared. The extents of two with gaps may interlock, as columns of one
-            # matrix do, and have no byte in common.
-            elif num_elements and span_elements(tensor) == num_elements:
-                spans.setdefault(tensor.device, []).append((*extent(tensor), piece))
+    is_read_only = _read_only_memory()
+    for piece, tensor in held.tensors.items():
+        num_elements = tensor.numel()
+        if (problem := _why_unwritable(piece, tensor)) is not None:
+            problems.append(problem)
+        elif num_elements and tensor.is_cpu and type(tensor) is torch.Tensor and is_read_only(tensor.data_ptr()):
+            problems.append(f"{piece} would be read into read-only memory, such as a mapped file; clone() it")
+        elif not tensor.is_contiguous() and _shares_within(tensor):
+            problems.append(
+                f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}, whose elements share memory (expand()); clone() it"
+            )
+        # Only tensors without gaps are compared. The extents of two with gaps may interlock, as columns of one matrix
+        # do, and have no byte in common.
+        elif num_elements and span_elements(tensor) == num_elements:
+            spans.setdefault(tensor.device, []).append((*extent(tensor), piece))
     problems += [
         f"{one[2]} and {other[2]} would be read into memory that they share; give each tensor its own memory"
         for found in spans.values()
@@ -309,27 +306,18 @@ def _shares_within(tensor: torch.Tensor) -> bool:
     return len(torch.unique(places)) < tensor.numel()
 
 
-@contextlib.contextmanager
-def _probe() -> Iterator[Callable[[int], bool]]:
-    """Tells whether the byte at an address can be written: it goes through a pipe, and back to its place."""
-    taken, given = os.pipe()
+def _read_only_memory() -> Callable[[int], bool]:
+    """Tells whether the byte at an address is mapped for reading only: a store there would end the program."""
+    # The kernel's table says it. To write the byte and see would take away what another thread writes meanwhile.
+    maps = Path("/proc/self/maps").read_bytes()
+    found = re.findall(rb"^([0-9a-f]+)-([0-9a-f]+) .-", maps, re.MULTILINE)  # in order of the addresses
+    starts, stops = ([int(each[end], 16) for each in found] for end in (0, 1))
 
-    def is_writable(address: int) -> bool:
-        # The kernel reads and writes the byte for us, and answers with an error where a store from here would end the
-        # program (a file that is mapped for reading only). The byte keeps its value.
-        if _LIBC.write(given, ctypes.c_void_p(address), 1) != 1:
-            return False
-        if _LIBC.read(taken, ctypes.c_void_p(address), 1) == 1:
-            return True
-        # The byte is still in the pipe: the next question must not find it.
-        os.read(taken, 1)
-        return False
+    def is_read_only(address: int) -> bool:
+        at = bisect_right(starts, address)
+        return at > 0 and address < stops[at - 1]
 
-    try:
-        yield is_writable
-    finally:
-        os.close(taken)
-        os.close(given)
+    return is_read_only
 
 
 def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:

@@ -11,7 +11,7 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
     one target    w[:, 0:6] as (4, 3, 2) with strides (2, 10, 1): the dim of 6 is folded in two
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -186,7 +186,9 @@ class ReadTarget:
 
 def pieces_of_scales(contents: Contents, places: Iterable[Place]) -> list[Piece]:
     """What places need of scales."""
-    return [found.scales for place in places if (found := _scales_of(contents, place)) is not None]
+    # There may be a million of them, nearly all of one dtype.
+    some = (place for place in places if len(place.dtypes) > 1)
+    return [found.scales for place in some if (found := _scales_of(contents, place)) is not None]
 
 
 def _scales_of(contents: Contents, place: Place) -> Scales | None:
@@ -203,38 +205,28 @@ def targets_of_scales(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     return [ReadTarget(each.scales, each.values, (each.scales.dtype,)) for each in found]
 
 
-def targets_of(
-    contents: Contents, piece: Piece, memory: torch.Tensor, name: str = "", *, keeps: bool = False
-) -> "Iterator[ReadTarget | PaddingTarget]":
-    """The stored pieces, and the padding, that make up a piece, and where in its memory each goes.
+def targets_at(
+    contents: Contents, places: Iterable[Place], memory: torch.Tensor, dtype: str, *, keeps: bool = False
+) -> tuple[list[ReadTarget], list[Callable[[], None]]]:
+    """What takes the elements of the places of a piece, and what writes those that are in no file.
 
-    memory: in the shape of the piece's box with any strides, or flat for a run. name: what the contents call the
-    tensor, where the piece has another name; its dtype counts in any case. keeps: whether the memory is a target's.
+    memory: in the shape of the piece's box with any strides, or flat for a run; of this dtype. keeps: whether it is
+    that of a target.
     """
-    for place in contents.places(piece, name or piece.name):
+    targets: list[ReadTarget] = []
+    paddings: list[Callable[[], None]] = []
+    for place in places:
         view = place.view(memory)
         if (scales := _scales_of(contents, place)) is not None:
-            dtypes = (place.dtypes[0], *needed_casts((*place.dtypes[2:], piece.dtype)))
-            yield ReadTarget(place.piece, view, dtypes, scales=scales)
+            dtypes = (place.dtypes[0], *needed_casts((*place.dtypes[2:], dtype)))
+            targets.append(ReadTarget(place.piece, view, dtypes, scales=scales))
             continue
-        dtypes = needed_casts((*place.dtypes, piece.dtype))
+        dtypes = needed_casts((*place.dtypes, dtype))
         if place.fill is None:
-            yield ReadTarget(place.piece, view, dtypes)
+            targets.append(ReadTarget(place.piece, view, dtypes))
         elif not (keeps and place.fill == KEPT_FILL):
-            yield PaddingTarget(view, padding_value(place.fill, dtypes))
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingTarget:
-    """Memory all of whose elements are one value, which is in no file."""
-
-    view: torch.Tensor
-    value: torch.Tensor
-    """Without dims, in the dtype of the view."""
-
-    def fill(self) -> None:
-        """Write it."""
-        put(self.view, self.value.expand(self.view.shape))
+            paddings.append(partial(put, view, padding_value(place.fill, dtypes).expand(view.shape)))
+    return targets, paddings
 
 
 def padding_value(number: str, dtypes: Sequence[str]) -> torch.Tensor:
@@ -425,11 +417,11 @@ class PieceReader:
         targets: list[ReadTarget] = []
         for piece, part in zip(pieces, parts, strict=True):
             memory = part if piece.run is not None else part.view(piece.shape)
-            for target in targets_of(self.contents, piece, memory):
-                if isinstance(target, PaddingTarget):
-                    target.fill()
-                else:
-                    targets.append(target)
+            places = self.contents.places(piece, piece.name)
+            found, paddings = targets_at(self.contents, places, memory, piece.dtype)
+            targets += found
+            for pad in paddings:
+                pad()
         # Without a rewrite each piece is one target already.
         targets = targets if self.contents.stored is self.contents else joined(targets)
         # Scales before the elements that are multiplied by them.

@@ -74,7 +74,7 @@ def load_plain(engine: Engine[nn.Module], folder: Path) -> bool:
     places = weight_places(engine, folder)
 
     def in_order(found: Contents) -> Contents:
-        ordered = as_numbered(found, engine.numbering(), found.notes)
+        ordered = as_numbered(found, engine.numbering())
         if ordered.findings:  # on all ranks; also where `strict` lets weights be missing
             raise CheckpointError(*ordered.findings, about=f"{folder / OPTIMIZER} does not fit the optimizer")
         return placed(ordered.contents, places)

@@ -66,7 +66,7 @@ def reshard_told(
         findings.append(f"free_sources takes entries out of the source, but it is a {type(source).__name__}")
     # A rank with wrong arguments takes part all the same, with nothing, and says why: all raise then, and none
     # waits.
-    agreed = consent(
+    plan, _ = consent(
         channel,
         [] if findings else list(source),
         [] if findings else list(target),
@@ -91,10 +91,10 @@ def reshard_told(
             del source[piece]
 
     carry_out_plan(
-        agreed.plan,
+        plan,
         channel,
-        sources=agreed.sources,
-        targets=agreed.targets,
+        sources=list(source),
+        targets=list(target),
         take=source.__getitem__,
         room=room,
         let_go=let_go if free_sources else None,

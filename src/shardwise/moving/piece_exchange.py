@@ -32,6 +32,7 @@ from shardwise.routes.holders import holders_by_tensor, shared_pieces
 from shardwise.routes.reshard import plan_reshard
 from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
+from shardwise.space.pieces import tensor_of
 
 _DIGEST_BYTES = 16
 
@@ -173,7 +174,7 @@ def tensors_in(texts: Sequence[bytes]) -> dict[str, Piece]:
 
     def parse(text: bytes) -> dict[str, Piece]:
         held = {each.name: each for each in unpack_pieces(text)}
-        return {name: Piece(name=name, dtype=each.dtype, global_shape=each.global_shape) for name, each in held.items()}
+        return {name: tensor_of(each) for name, each in held.items()}
 
     tables = understood_once(texts, parse, purpose=PIECES)  # replicas hold the same
     return dict(chain.from_iterable(table.items() for table in tables))
@@ -183,17 +184,6 @@ def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[
     """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
     unpack = cache(lambda each: own if each == text else unpack_pieces(each))
     return dict(zip(texts, understood(texts, unpack, purpose="pieces of tensors"), strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consent:
-    """What all ranks have agreed on, and the pieces of this one in the order that the plan counts them in."""
-
-    plan: ReshardPlan
-    sources: Sequence[Piece]
-    targets: Sequence[Piece]
-    words: Sequence[str]
-    """What each rank said besides."""
 
 
 def consent(
@@ -207,9 +197,10 @@ def consent(
     word: str = "",
     replicas: Mapping[Piece, torch.Tensor] | None = None,
     gathering: Gathering | None = None,
-) -> Consent:
-    """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
+) -> tuple[ReshardPlan, list[str]]:
+    """The plan of all ranks of the channel, and the words of each.
 
+    sources, targets: what this rank holds and wants, in the order in which the plan counts them.
     refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks. replicas: what
         it holds, where all ranks give that, and holders of one piece must have equal values. gathering: one that may
         know texts of these pieces already.
@@ -230,9 +221,7 @@ def consent(
     unpack = cache(unpack_pieces)
     held, wanted = (understood(each, unpack, purpose=PIECES) for each in gathered.texts)
     plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast, replicas=replicas)
-    return Consent(
-        plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
-    )
+    return plan, [word for _, word in asked]
 
 
 def agree_on_plan(

@@ -19,8 +19,9 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.live_states import findings_of, stored_shape
 from shardwise.moving.mover import carry_out_plan
-from shardwise.moving.piece_exchange import Consent, consent
+from shardwise.moving.piece_exchange import consent
 from shardwise.routes.reshard import DEFAULT_MAX_BYTES
+from shardwise.routes.reshard_plan import ReshardPlan
 from shardwise.space import Piece
 
 _TRACKS, _WATCHES, _IGNORES = "gradient", "no gradient", "gradients off"
@@ -73,7 +74,7 @@ def reshard_tensor(
         tracks = any(each.requires_grad for each in tensors)
         # Whether gradients flow is known on each rank alone, and a backward takes all: so the word goes along.
         word = _IGNORES if not torch.is_grad_enabled() else _TRACKS if tracks else _WATCHES
-        agreed = consent(
+        plan, words = consent(
             used,
             [] if findings else sources,
             [] if findings else targets,
@@ -82,8 +83,8 @@ def reshard_tensor(
             refusal=PlanError(*findings) if findings else None,
             word=word if targets else f"{word}, no target",
         )
-        passage = _Passage(agreed=agreed, channel=used, sources=sources, targets=targets)
-        if not _needs_gradients(agreed.words):
+        passage = _Passage(plan=plan, channel=used, sources=sources, targets=targets)
+        if not _needs_gradients(words):
             results = passage.forward([each.detach() for each in tensors])
         else:
             # On ranks whose own tensors need no gradient there has to be a way back all the same.
@@ -128,7 +129,7 @@ def _findings(tensors: Sequence[torch.Tensor], sources: Sequence[Piece], targets
 class _Passage:
     """There and back."""
 
-    agreed: Consent
+    plan: ReshardPlan
     channel: Channel
     sources: Sequence[Piece]
     targets: Sequence[Piece]
@@ -138,10 +139,10 @@ class _Passage:
         held = dict(zip(self.sources, tensors, strict=True))
         wanted = {piece: self._empty(piece) for piece in self.targets}
         carry_out_plan(
-            self.agreed.plan,
+            self.plan,
             self.channel,
-            sources=self.agreed.sources,
-            targets=self.agreed.targets,
+            sources=self.sources,
+            targets=self.targets,
             take=held.__getitem__,
             room=wanted.__getitem__,
             purpose=self._purpose,
@@ -159,10 +160,10 @@ class _Passage:
         # Backward runs outside the forward's context: an error there has to reach the peers too.
         with given_or_default(self.channel, f"the gradient of {self._purpose}"):
             carry_out_plan(
-                self.agreed.plan.reversed(),
+                self.plan.reversed(),
                 self.channel,
-                sources=self.agreed.targets,
-                targets=self.agreed.sources,
+                sources=self.targets,
+                targets=self.sources,
                 take=held.__getitem__,
                 room=wanted.__getitem__,
                 # In the order of the shares, which is that of the ranks: sums of floats depend on it, and are the same
@@ -174,7 +175,7 @@ class _Passage:
 
     @property
     def _purpose(self) -> str:
-        return f"reshard of {next((name for name, _ in self.agreed.plan.tensors), 'nothing')}"
+        return f"reshard of {next((name for name, _ in self.plan.tensors), 'nothing')}"
 
     def _empty(self, piece: Piece) -> torch.Tensor:
         return torch.empty(stored_shape(piece), dtype=torch_dtype(piece.dtype), device=self.channel.device)

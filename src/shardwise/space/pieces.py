@@ -137,6 +137,12 @@ def known_piece(
     return piece
 
 
+def tensor_of(piece: Piece) -> Piece:
+    """The whole tensor of a piece, as one."""
+    shape = piece.global_shape
+    return known_piece(piece.name, piece.dtype, shape, (0,) * len(shape), shape, None)
+
+
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Where in the storage a block begins, its shape, and its first index in the tensor."""
 

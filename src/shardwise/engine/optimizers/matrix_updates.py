@@ -176,8 +176,8 @@ class MatrixUpdates:
             )
             sources.append(replace(whole, name=UPDATED + name))
             targets += [replace(whole, name=kind + name) for kind in (MASTER, GRADIENT)]
-        agreed = consent(channel, sources, targets, max_bytes=_UNCUT, cast=False)
-        deliveries = PlanDeliveries(agreed.plan, channel.rank, agreed.sources, agreed.targets)
+        plan, _ = consent(channel, sources, targets, max_bytes=_UNCUT, cast=False)
+        deliveries = PlanDeliveries(plan, channel.rank, sources, targets)
         gathers: dict[str, Deliveries] = {}
         returns: dict[str, Deliveries] = {}
         for delivery in chain(*deliveries.batches(in_order=False)):
