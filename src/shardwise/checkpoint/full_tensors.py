@@ -32,7 +32,7 @@ from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError, few_of
 from shardwise.moving.copies import part_of, put
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.moving.piece_exchange import Gathering
+from shardwise.moving.piece_exchange import AT_ONCE_BYTES, Gathering
 from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.moving.replica_samples import compare_samples, samples_of
 from shardwise.plan.dtypes import itemsize_bytes
@@ -268,7 +268,7 @@ def _agree(
     optimizer: bool,
 ) -> _Supply:
     """The pieces of all ranks, and the tensors to give; raises the same error on all ranks."""
-    with Gathering("pieces, ties and names of full tensors").agreed(channel) as gathered:
+    with Gathering("pieces, ties and names of full tensors", at_once_bytes=AT_ONCE_BYTES).agreed(channel) as gathered:
         _check(channel, rewrite, to, optimizer=optimizer)
         held = hold(state) if optimizer else without_state(hold(state))
         request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"

@@ -149,7 +149,7 @@ class Holdings:
         with agreed(channel, purpose="verdict on a rewrite"):
             checked = checked_for_state(rewrite, sources, aliases, facts.layout)
         beside = beside_pieces(checked)
-        places = {text: places_in_outputs(checked, pieces) for text, pieces in first.items()}
+        places = dict(zip(first, places_in_outputs(checked, first.values()), strict=True))
         under = {
             text: list(dict.fromkeys([*(each.piece for _, found in known for each in found), *beside]))
             for text, known in places.items()

@@ -46,19 +46,16 @@ from shardwise.checkpoint.windows import (
     targets_of_scales,
 )
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, json_as, texts_in, understood, understood_once
+from shardwise.comm.agreement import agreed, json_as, understood, understood_once
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike, unpack_pieces
+from shardwise.moving.piece_exchange import AT_ONCE_BYTES, Gathering, pack_pieces, unpack_alike, unpack_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite, TensorMeta
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 from shardwise.space.pieces import tensor_of
-
-_AT_ONCE_BYTES = 1 << 20
-"""What all ranks say of the target goes in one exchange where it is no more than this."""
 
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
@@ -397,8 +394,8 @@ def _located(
     return [*before, _Reads.of(rank, source, elements, targets)], paddings
 
 
-_facts_in = json_as(tuple[dict[str, str], list[str]])
-"""Ties of a target, and names that it accounts for."""
+_facts_in = json_as(tuple[dict[str, str], list[str], list[str]])
+"""Ties of a target, names that it accounts for, and what of the stored settings does not fit it."""
 
 
 def _settle(
@@ -410,7 +407,7 @@ def _settle(
     """
     effects = contents.effects
     waits_for_order = is_unsettled(contents) and not options.weights_alone
-    with Gathering("pieces, ties and findings of the target", at_once_bytes=_AT_ONCE_BYTES).agreed(channel) as gathered:
+    with Gathering("pieces, ties and findings of the target", at_once_bytes=AT_ONCE_BYTES).agreed(channel) as gathered:
         orders = state.numbering() if waits_for_order and isinstance(state, Numbering) else ()
         ordered = as_numbered(contents, orders)
         contents = ordered.contents
@@ -418,18 +415,15 @@ def _settle(
         check_targets(held)
         # A tensor without elements is wanted by its name alone, so that a checkpoint which lacks it is found out.
         own = [piece for piece in held.tensors if piece.num_elements or piece.whole]
-        accounted_here, misfits = (restoration.accounted, restoration.findings) if restoration else ((), ())
-        gathered.own = [
-            pack_pieces(own),
-            json.dumps([held.aliases, sorted(accounted_here)]).encode(),
-            json.dumps(list(misfits)).encode(),
-        ]
-    texts, known_of, misfits_of = gathered.texts
+        of_settings = (sorted(restoration.accounted), list(restoration.findings)) if restoration else ([], [])
+        gathered.own = [pack_pieces(own), json.dumps([held.aliases, *of_settings]).encode()]
+    texts, known_of = gathered.texts
     pieces_of = unpack_alike(texts, texts[channel.rank], own)
     # Of the different texts only: ranks that hold replicas say the same, and are looked at once.
     some = {(each.name, each.dtype, each.global_shape): each for pieces in pieces_of.values() for each in pieces}
     kinds = [tensor_of(piece) for piece in some.values()]
-    ties_of, names_of = zip(*understood_once(known_of, _facts_in, purpose="ties of the target"), strict=True)
+    known = understood_once(known_of, _facts_in, purpose="ties of the target")
+    ties_of, names_of, misfits_of = zip(*known, strict=True)
     aliases = {alias: name for ties in ties_of for alias, name in ties.items()}
     placed = {kind.name for kind in kinds} | aliases.keys()
     kinds = [kind for kind in kinds if not effects.keeps(kind.name)]
@@ -440,7 +434,7 @@ def _settle(
         for name in without_followers(effects.added)
         if name not in placed
     )
-    unfit = dict.fromkeys(chain.from_iterable(understood_once(misfits_of, texts_in, purpose="findings of the target")))
+    unfit = dict.fromkeys(chain.from_iterable(misfits_of))
     if isinstance(state, Restorable):
         unfit |= dict.fromkeys(effects.unfit)
     findings = list(found.misfits)

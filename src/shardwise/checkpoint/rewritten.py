@@ -15,6 +15,7 @@ The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -193,10 +194,11 @@ def checked_for_state(
 _NOT_HERE = "Save or load without it, and convert (shardwise ckpt convert) with it"
 
 
-def places_in_outputs(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Place]]]:
+def places_in_outputs(checked: Checked, lists: Iterable[Sequence[Piece]]) -> list[list[tuple[Piece, list[Place]]]]:
     """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
-    outputs = checked.outputs
-    return [(piece, _places(piece, piece.name, checked.push, outputs)) for piece in pieces]
+    # Ranks that hold runs of one box ask the same.
+    ask, outputs = cache(checked.push), checked.outputs
+    return [[(piece, _places(piece, piece.name, ask, outputs)) for piece in pieces] for pieces in lists]
 
 
 def beside_pieces(checked: Checked) -> dict[Piece, torch.Tensor]:

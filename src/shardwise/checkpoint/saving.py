@@ -32,7 +32,7 @@ from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.comm.given_channel import channel_of, given_or_default
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError, MismatchError, PlanError
-from shardwise.moving.piece_exchange import Gathering, merged_settings, pack_pieces
+from shardwise.moving.piece_exchange import AT_ONCE_BYTES, Gathering, merged_settings, pack_pieces
 from shardwise.moving.replica_samples import samples_of
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import settings_apart
@@ -271,7 +271,7 @@ class SaveMemory:
 
     def __init__(self) -> None:
         self.known_dtensors = KnownDTensors()
-        self.gathering = Gathering(_FACTS)
+        self.gathering = Gathering(_FACTS, at_once_bytes=AT_ONCE_BYTES)
         self._store: Store | None = None
         self._key: object = None
         self._kept: tuple[Holdings, Arrangement] | None = None

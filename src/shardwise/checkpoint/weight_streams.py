@@ -42,7 +42,7 @@ from shardwise.errors import MismatchError, PlanError
 from shardwise.moving.copies import fill, part_of
 from shardwise.moving.live_states import findings_of
 from shardwise.moving.mover import Delivery, Mover, PlanDeliveries
-from shardwise.moving.piece_exchange import Gathering, agree_on_plan, pack_pieces, unpack_alike
+from shardwise.moving.piece_exchange import AT_ONCE_BYTES, Gathering, agree_on_plan, pack_pieces, unpack_alike
 from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
 from shardwise.plan.names import is_state_name
 from shardwise.rewrite import Rewrite
@@ -239,7 +239,7 @@ def _samples(channel: Channel, given: _GivenStream, layout: Mapping[str, Any], s
 
 def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) -> tuple[_StreamLayouts, Held]:
     """What the layouts of all ranks mean, and what this rank gives. Raises the same error on all ranks."""
-    with Gathering(_PURPOSE).agreed(channel) as gathered:
+    with Gathering(_PURPOSE, at_once_bytes=AT_ONCE_BYTES).agreed(channel) as gathered:
         gathered.own, gathered.value = given.texts, os.urandom(_DIGEST_BYTES)
     requests, pieces, packed, wants = gathered.texts
     rewrite = _one_rewrite(channel, requests, given.rewrite)
@@ -302,6 +302,8 @@ def _one_rewrite(channel: Channel, requests: Sequence[bytes], own: Rewrite | Non
             f"ranks {one} and {other} give different rewrites: {asked[one][1]} and {asked[other][1]}; give the same on "
             "all ranks that have a source"
         )
+    if not records.keys() - {json.dumps(None)}:
+        return None
     with agreed(channel, purpose="rewrite of a stream"):
         made = cache(lambda each: None if (record := form(each)[1]) is None else Rewrite.from_record(record))
         return own or next(filter(None, understood(requests, made, purpose=_PURPOSE)), None)

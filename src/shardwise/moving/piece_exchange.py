@@ -41,6 +41,9 @@ _LENGTH = struct.Struct("<I")
 PIECES = "pieces to reshard"
 """The purpose of what ranks tell each other of them."""
 
+AT_ONCE_BYTES = 1 << 20
+"""What all ranks say together goes in one exchange where it is no more than this, and is said once."""
+
 
 @dataclass(slots=True)
 class Gathered:
