@@ -30,7 +30,7 @@ EDGES = {
     "peft": ["engine/adapters.py", "plan/adapted_maps.py"],
     "trainers of others": ["hf", "lightning", "accelerate", "trainers"],
     "averages of checkpoints": ["checkpoint/averages.py"],
-    "block scales": [f"checkpoint/{each}.py" for each in ("block_scales", "quantised_outputs", "scaled_weights")],
+    "block scales": [f"checkpoint/{each}.py" for each in ("block_scales", "scaled_weights")],
     **{
         f"the format {each}": [f"checkpoint/formats/{each}"] for each in ("huggingface", "dcp", "deepspeed", "megatron")
     },

@@ -20,12 +20,11 @@ from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
 from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.model_files import ConfigPath, as_extra
-from shardwise.checkpoint.outputs import OutputReader, Outputs
-from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, store_of
-from shardwise.checkpoint.windows import WINDOW_BYTES
+from shardwise.checkpoint.windows import WINDOW_BYTES, Read
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, few_of
 from shardwise.moving.copies import put
@@ -255,14 +254,9 @@ class _AveragedOutputs(Outputs):
             ),
         )
 
-    def reader(
-        self,
-        files: DataFiles,
-        window: GrowingBuffer | None = None,
-        digests: PassingDigests | None = None,
-    ) -> OutputReader:
-        """A reader of means; it reads all checkpoints one after the other. Averages have no certificates."""
-        return _MeanReader(self, files, window or GrowingBuffer(WINDOW_BYTES))
+    def reader(self, files: DataFiles, window: GrowingBuffer | None = None) -> Read:
+        """Reads means, out of all checkpoints one after the other."""
+        return _MeanReader(self, files, window or GrowingBuffer(WINDOW_BYTES)).read
 
     def compare(self, from_first: Collection[str]) -> tuple[str, ...]:
         """Compare what is not averaged. Returns the names of what differs and may.
@@ -304,7 +298,7 @@ class _AveragedOutputs(Outputs):
         others = DataFiles(self.stores[at], turns_with=files)
         readers = self.sides[0].reader(files), self.sides[at].reader(others)
         pairs = [(each.whole, _in(self.sides[at], each.whole)) for each in tensors.values()]
-        return [pairs[number][0].name for number in compared(pairs, readers[0].read, readers[1].read)]
+        return [pairs[number][0].name for number in compared(pairs, *readers)]
 
 
 class _MeanReader:
@@ -313,16 +307,11 @@ class _MeanReader:
     def __init__(self, outputs: _AveragedOutputs, files: DataFiles, window: GrowingBuffer) -> None:
         self._outputs = outputs
         # One window for all sources, and one memory to read into: each is added before the next is read.
-        of_sides = [files]
+        self._files = [files]
         for store in outputs.stores[1:]:
-            of_sides.append(DataFiles(store, turns_with=of_sides[-1]))
-        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, of_sides, strict=True)]
+            self._files.append(DataFiles(store, turns_with=self._files[-1]))
+        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, self._files, strict=True)]
         self._buffer = GrowingBuffer(WINDOW_BYTES)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of data files read so far."""
-        return sum(each.read_bytes for each in self._readers)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The means of each piece, flat; they hold until the next call."""
@@ -332,11 +321,13 @@ class _MeanReader:
         parts, sums = dict(zip(pieces, room, strict=True)), dict(zip(means, room_of_sums, strict=True))
         for at, (reader, side) in enumerate(zip(self._readers, self._outputs.sides, strict=True)):
             wanted = pieces if at == 0 else means
-            for piece, elements in zip(wanted, reader.read([_in(side, each) for each in wanted]), strict=True):
+            for piece, elements in zip(wanted, reader([_in(side, each) for each in wanted]), strict=True):
                 if piece.name in self._outputs.means:
                     rule.add(sums[piece], elements, at)
                 else:
                     put(parts[piece], elements)
+        for each in self._files[1:]:  # those of the first are counted for all
+            self._files[0].read_bytes, each.read_bytes = self._files[0].read_bytes + each.read_bytes, 0
         for piece in means:
             rule.mean(sums[piece], parts[piece])
         return [parts[piece] for piece in pieces]

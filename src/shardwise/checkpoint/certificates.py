@@ -307,8 +307,8 @@ class _RoundTrip:
         sent, back = self.sent.reader(files), self.back.reader(DataFiles(self.store, turns_with=files))
         different = compared(
             [(whole, replace(whole, name=self._found(whole.name))) for whole in wholes],
-            lambda pieces: list(map(changed, sent.read(pieces))),
-            lambda pieces: list(map(changed, back.read(pieces))),
+            lambda pieces: list(map(changed, sent(pieces))),
+            lambda pieces: list(map(changed, back(pieces))),
         )
         return {wholes[at].name: elements for at, elements in different.items()}
 
@@ -401,8 +401,8 @@ def _completed(
 def _digests(store: Store, outputs: Outputs, passing: PassingDigests | None = None) -> dict[str, str]:
     """sha256 of the elements of every output."""
     found = PassingDigests(outputs.tensors)
-    reader = outputs.reader(DataFiles(store), digests=passing)
+    read = outputs.reader(DataFiles(store, digests=passing))
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
-        for piece, elements in zip(window, reader.read(window), strict=True):
+        for piece, elements in zip(window, read(window), strict=True):
             found.see(piece, elements)
     return dict(found.found)

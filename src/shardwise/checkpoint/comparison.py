@@ -8,23 +8,17 @@ What differs has its first difference. Equal tensors are not in what is returned
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import torch
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.state_pieces import gather_findings
-from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
+from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, Read, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
-
-Read: TypeAlias = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
-"""Reads the elements of pieces, flat; they hold until the next call."""
 
 
 def compared(
@@ -112,7 +106,7 @@ class StoredPairs:
         ]
         if lacking:
             return lacking, 0
-        reader = PieceReader(self.files, contents)
+        reader, before = PieceReader(self.files, contents), self.files.read_bytes
         numbers = list(pairs)
         # What has the same first is one finding. Parts of large tensors are shared, and so are many small ones.
         firsts = {one: number for number, one in enumerate(dict.fromkeys(one for one, _ in self.pairs))}
@@ -126,7 +120,7 @@ class StoredPairs:
         found: dict[str, str] = {}
         for at, elements in different.items():
             found.setdefault(self.pairs[numbers[at]][0], self.say(numbers[at], elements))
-        return list(found.values()), reader.read_bytes
+        return list(found.values()), self.files.read_bytes - before
 
     def compare(self, channel: Channel, readers: Collection[int]) -> int:
         """Compare them, the ranks that read in turns; how many bytes this rank has read. All ranks call it together.

@@ -54,8 +54,8 @@ class Copying:
         self.outputs = outputs
         self.digests = PassingDigests(outputs.contents.stored.tensors) if certify else None
         # The two readers never read at the same time, and share files and what they read into. Their windows are apart.
-        files = DataFiles(store)
-        self._readers = tuple(outputs.reader(files, digests=self.digests) for _ in range(2))
+        self._files = DataFiles(store, digests=self.digests)
+        self._readers = tuple(outputs.reader(self._files) for _ in range(2))
         self._progress = progress
         # What is cut across its rows in the source passes by in order as an output, if it is only renamed.
         self._sources = {name: outputs.unchanged(name) for name in outputs.tensors} if certify else {}
@@ -65,7 +65,7 @@ class Copying:
     @property
     def read_bytes(self) -> int:
         """Bytes of data files read so far."""
-        return sum(reader.read_bytes for reader in self._readers)
+        return self._files.read_bytes
 
     def fill(self, pieces: Sequence[Piece], filling: Filling) -> None:
         """Write the pieces of a file.
@@ -75,7 +75,7 @@ class Copying:
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-write") as thread:
             writing: Future[int] | None = None
             for turn, window in enumerate(self.outputs.windows(pieces)):
-                parts = self._readers[turn % 2].read(window)
+                parts = self._readers[turn % 2](window)
                 self._see(window, parts)
                 # Not before this one is read: the window before is being written meanwhile. But before the next is
                 # begun, which takes over the memory of the one that is being written.

@@ -6,19 +6,23 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.model_files import parameters_of
-from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewritten import RewrittenContents, kept_in, metas_of_contents, rewritten_contents
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import LARGE_WINDOW_BYTES, WINDOW_BYTES, PieceReader, check_whole, pieces_in_windows
+from shardwise.checkpoint.windows import (
+    LARGE_WINDOW_BYTES,
+    WINDOW_BYTES,
+    PieceReader,
+    Read,
+    check_whole,
+    pieces_in_windows,
+)
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import plain_names
@@ -27,18 +31,6 @@ from shardwise.rewrite import Checked, Rewrite
 from shardwise.rewrite.spelling import quoted
 from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
-
-
-class OutputReader(Protocol):
-    """Reads pieces of outputs."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of data files read so far."""
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
-
 
 _MANY_VIEWS = 64
 """A tensor of more views of its sources takes long to be cut across them."""
@@ -103,22 +95,14 @@ class Outputs:
         is_same = source is not None and self.contents.stored.tensors[source].dtype == self.tensors[name].dtype
         return source if is_same else None
 
-    def reader(
-        self,
-        files: DataFiles,
-        window: GrowingBuffer | None = None,
-        digests: PassingDigests | None = None,
-    ) -> "OutputReader":
-        """A reader of any pieces of the outputs, out of the files of the checkpoint.
-
-        window, digests: see `PieceReader`.
-        """
-        reader = PieceReader(files, self.contents, window=window, digests=digests)
+    def reader(self, files: DataFiles, window: GrowingBuffer | None = None) -> Read:
+        """Reads any pieces of the outputs, out of the files of the checkpoint. window: see `PieceReader`."""
+        plain = PieceReader(files, self.contents, window=window).read
         if self.checked is None or not self.checked.quantises:
-            return reader
-        from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
+            return plain
+        from shardwise.checkpoint.block_scales import QuantisingReader  # the core works without it
 
-        return QuantisingReader(self.checked, reader, PieceReader(files, self.contents, digests=digests))
+        return QuantisingReader(self.checked, plain, PieceReader(files, self.contents).read).read
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.

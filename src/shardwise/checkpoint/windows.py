@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -441,6 +441,10 @@ def _exact_reads(wanted: Iterable[_ExactMoves]) -> Iterator[_ExactRead]:
             yield read
 
 
+Read: TypeAlias = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
+"""Reads the elements of pieces, flat; they hold until the next call."""
+
+
 class PieceReader:
     """Reads pieces of stored tensors, or of a rewrite's outputs, into its own buffer.
 
@@ -448,25 +452,14 @@ class PieceReader:
     copied to all places of its elements in the pieces.
     """
 
-    def __init__(
-        self,
-        files: DataFiles,
-        contents: Contents,
-        *,
-        window: GrowingBuffer | None = None,
-        digests: PassingDigests | None = None,
-    ) -> None:
-        """window: its own buffer, which it shares with readers that read when what it has read is used up.
+    def __init__(self, files: DataFiles, contents: Contents, *, window: GrowingBuffer | None = None) -> None:
+        """contents: what the checkpoint holds, or what a rewrite makes of it.
 
-        digests: sees all that is read.
+        window: its own buffer, which it shares with readers that read when what it has read is used up.
         """
         self.contents = contents
-        """What the checkpoint holds, or what a rewrite makes of it."""
-        self.read_bytes = 0
-        """Bytes of data files read so far."""
         self._files = files
         self._buffer = window or GrowingBuffer(WINDOW_BYTES if contents.stored is contents else LARGE_WINDOW_BYTES)
-        self._digests = digests
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call.
@@ -507,7 +500,7 @@ class PieceReader:
             is_straight = is_plain_copy and not is_in_strips(stored, [target])[0]
             (straight if is_straight else others).append(target)
         stored = [each for name in {target.source.name for target in straight} for each in self._stored(name)]
-        self.read_bytes += fill_exactly(self._files, stored, straight, self._digests)
+        self._files.read_bytes += fill_exactly(self._files, stored, straight, self._files.digests)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -523,12 +516,12 @@ class PieceReader:
                 for begun in reader.ahead((batch, None) for batch in batches):
                     for span, elements in reader.finish(begun).items():
                         # Right after it was verified, so that the copy finds it in the cache.
-                        if self._digests is not None:
-                            self._digests.see(span.stored.piece, elements, span.start)
+                        if self._files.digests is not None:
+                            self._files.digests.see(span.stored.piece, elements, span.start)
                         for index, moves in plan.transfers(span, 0):
                             targets[index].fill(moves, parts_of(elements, moves))
             finally:
-                self.read_bytes += reader.read_bytes
+                self._files.read_bytes += reader.read_bytes
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.stored.tensors[name].pieces

@@ -132,7 +132,7 @@ def _updates(outputs: Outputs, store: Store | None, counts: Sequence[Piece]) -> 
     """How often the parameters were updated: Megatron has one number for all. Raises CheckpointError for several."""
     if store is None or not counts:
         return None
-    read = {float(each) for part in outputs.reader(DataFiles(store)).read(counts) for each in part}
+    read = {float(each) for part in outputs.reader(DataFiles(store))(counts) for each in part}
     if len(read) > 1 or not all(each.is_integer() for each in read):
         raise CheckpointError(
             f"parameters were updated {' and '.join(f'{each:g}' for each in sorted(read))} times, and Megatron has one "
