@@ -120,6 +120,22 @@ def test_thin_strips_of_a_local_file_are_copied_where_the_kernel_has_them(
     assert max(read) < 1 << 16, "metadata alone"
 
 
+def test_who_would_read_exactly_reads_blocks_with_those_that_need_strips(tmp_path: Path) -> None:
+    save_large(tmp_path, "rows")
+    expected = [shares("columns", 2)[0], shares("rows", 2)[1]]
+    targets = [{piece: torch.zeros_like(tensor) for piece, tensor in state.items()} for state in expected]
+    stores = [Counting(LocalStore(tmp_path)) for _ in targets]
+
+    def run(channel: Channel) -> None:
+        sw.load(stores[channel.rank], targets[channel.rank], verify=False, channel=channel)
+
+    sw.simulate(2, run)
+    for target, right in zip(targets, expected, strict=True):
+        assert all(torch.equal(tensor, right[piece]) for piece, tensor in target.items())
+    data = [each for store in stores for each in store.operations if each.kind == "read_into"]
+    assert all(each.num_bytes >= 1 << 16 for each in data if ".safetensors" in each.name)
+
+
 @pytest.mark.parametrize("target", ["rows", "columns", None])
 @pytest.mark.parametrize("verify", [True, False])
 def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(

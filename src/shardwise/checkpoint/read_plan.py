@@ -20,6 +20,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
@@ -110,24 +111,39 @@ class ReadPlan:
             for ordinal in in_files[name].positions_overlapping(piece)
         }
         """Stored pieces with elements that this rank needs."""
+        self._in_files = in_files
+        self._names_of_others = {
+            piece.name for other, wants in enumerate(wanted) if other not in readers for piece in wants
+        }
+        """Tensors that ranks without sight of the storage want."""
+
+    @cached_property
+    def _found(self) -> list[tuple[StoredSpan, bool]]:
+        """What this rank reads, and whether others need something of it; ranks that read exactly never ask."""
         # Blocks that only ranks without sight of the storage need are dealt out among all readers, so that every
         # reader has to know them.
         examined = set[int]()
-        if rank in readers:
-            others = {piece.name for other, wants in enumerate(wanted) if other not in readers for piece in wants}
+        if self._rank in self._readers:
             examined = self._needed.union(
                 ordinal
-                for name in others
-                for piece in self._wanted[name].of_none_of(readers)
-                for ordinal in in_files[name].positions_overlapping(piece)
+                for name in self._names_of_others
+                for piece in self._wanted[name].of_none_of(self._readers)
+                for ordinal in self._in_files[name].positions_overlapping(piece)
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
         # In the order of the files: what follows one another is read together, and the kernel reads ahead.
         found.sort(key=lambda each: each[0].place)
-        self.own_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
+        return found
+
+    @cached_property
+    def own_reads(self) -> tuple[StoredSpan, ...]:
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
-        self.handed_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
+        return tuple(span for span, is_handed_on in self._found if not is_handed_on)
+
+    @cached_property
+    def handed_reads(self) -> tuple[StoredSpan, ...]:
         """What this rank reads and others need something of, in the same order."""
+        return tuple(span for span, is_handed_on in self._found if is_handed_on)
 
     @property
     def read_bytes(self) -> int:

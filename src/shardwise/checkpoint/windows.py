@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import floordiv
 from typing import Protocol, TypeAlias
 
 import torch
@@ -311,20 +312,63 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     return [row.target() for row in rows]
 
 
-def fill_exactly(
-    files: DataFiles,
-    stored: Sequence[StoredPiece],
-    targets: Sequence[ReadTarget],
-    digests: PassingDigests | None = None,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class ExactMoves:
+    """What a target takes of a stored piece."""
+
+    stored: StoredPiece
+    target: ReadTarget
+    moves: list[Move]
+    num_bytes: int
+    num_ranges: int
+    """Of bytes that are together in the memory of both."""
+
+    @classmethod
+    def of(cls, stored: Sequence[StoredPiece], targets: Sequence[ReadTarget]) -> "list[ExactMoves]":
+        """What all targets take. Raises KeyError when a wanted tensor is not stored."""
+        found = []
+        for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
+            piece = stored[ordinal]
+            num_elements = [move.num_elements for move in moved]
+            num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
+            num_bytes = sum(num_elements) * itemsize_bytes(piece.piece.dtype)
+            found.append(cls(piece, targets[index], moved, num_bytes, num_ranges))
+        return found
+
+    @property
+    def is_in_near_strips(self) -> bool:
+        """Whether it is many short ranges, with so little between them that they are copied out of a mapped file."""
+        if self.num_bytes >= self.num_ranges * _STRIP_BYTES:
+            return False
+        itemsize = itemsize_bytes(self.stored.piece.dtype)
+        is_aligned = not self.stored.start % itemsize  # files of other formats need not align their tensors
+        return is_aligned and extent(self.moves).num_elements * itemsize <= _MAPPED_LIMIT * self.num_bytes
+
+    def fill_mapped(self, files: DataFiles) -> bool:
+        """Copy strips where the kernel has them, each move at once; whether that could be done."""
+        if files.num_ahead or not self.is_in_near_strips:
+            return False
+        dtype, taken = self.stored.piece.dtype, extent(self.moves)
+        itemsize = itemsize_bytes(dtype)
+        start, num_bytes = self.stored.start + taken.start * itemsize, taken.num_elements * itemsize
+        with _opened(files, self.stored.file) as reader, mapped(reader, start, num_bytes) as memory:
+            if memory is None:
+                return False
+            elements = torch.frombuffer(memory, dtype=torch_dtype(dtype))
+            sources = [replace(each.source, start=each.source.start - taken.start) for each in self.moves]
+            moved = [replace(each, source=source) for each, source in zip(self.moves, sources, strict=True)]
+            self.target.fill(moved, parts_of(elements, moved))
+        return True
+
+
+def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: PassingDigests | None = None) -> int:
     """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
 
     digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
     """
     read_bytes = 0
-    others: list[_ExactMoves] = []
-    for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
-        each = _ExactMoves(stored[ordinal], targets[index], moved)
+    others: list[ExactMoves] = []
+    for each in wanted:
         if each.fill_mapped(files):
             read_bytes += each.num_bytes
         else:
@@ -340,50 +384,6 @@ def fill_exactly(
             elif digests is not None:
                 digests.see(piece, elements, first * elements.itemsize)
     return read_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _ExactMoves:
-    """What a target takes of a stored piece."""
-
-    stored: StoredPiece
-    target: ReadTarget
-    moves: list[Move]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are needed."""
-        return sum(move.num_elements for move in self.moves) * itemsize_bytes(self.stored.piece.dtype)
-
-    @property
-    def is_in_near_strips(self) -> bool:
-        """Whether it is many short ranges, with so little between them that they are copied out of a mapped file."""
-        itemsize, num_bytes = itemsize_bytes(self.stored.piece.dtype), self.num_bytes
-        is_near = extent(self.moves).num_elements * itemsize <= _MAPPED_LIMIT * num_bytes
-        is_near = is_near and not self.stored.start % itemsize  # files of other formats need not align their tensors
-        return is_near and num_bytes < count_ranges(self.moves) * _STRIP_BYTES
-
-    def fill_mapped(self, files: DataFiles) -> bool:
-        """Copy strips where the kernel has them, each move at once; whether that could be done."""
-        if files.num_ahead or not self.is_in_near_strips:
-            return False
-        dtype, taken = self.stored.piece.dtype, extent(self.moves)
-        itemsize = itemsize_bytes(dtype)
-        start, num_bytes = self.stored.start + taken.start * itemsize, taken.num_elements * itemsize
-        with _opened(files, self.stored.file) as reader, mapped(reader, start, num_bytes) as memory:
-            if memory is None:
-                return False
-            elements = torch.frombuffer(memory, dtype=torch_dtype(dtype))
-            moved = [
-                replace(each, source=replace(each.source, start=each.source.start - taken.start)) for each in self.moves
-            ]
-            self.target.fill(moved, parts_of(elements, moved))
-        return True
-
-
-def count_ranges(moves: Iterable[Move]) -> int:
-    """How many ranges of bytes moves take, each together in the memory of both."""
-    return sum(move.num_elements // elements_together(move) for move in moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +421,7 @@ def _opened(files: DataFiles, name: str) -> Iterator[Reader]:
         yield reader
 
 
-def _exact_reads(wanted: Iterable[_ExactMoves]) -> Iterator[_ExactRead]:
+def _exact_reads(wanted: Iterable[ExactMoves]) -> Iterator[_ExactRead]:
     """The runs that targets take, up to BATCH_BYTES of one piece together."""
     for each in wanted:
         itemsize = itemsize_bytes(each.stored.piece.dtype)
@@ -492,15 +492,17 @@ class PieceReader:
         """
         if self.contents.verifiable or self._files.num_ahead:
             return list(targets)
-        straight, others = list[ReadTarget](), list[ReadTarget]()
+        straight, others = list[ExactMoves](), list[ReadTarget]()
         for target in targets:
             stored = self._stored(target.source.name)
             # All pieces of a tensor are stored in its dtype.
             is_plain_copy = stored and target.memory(stored[0].piece.dtype) is not None
-            is_straight = is_plain_copy and not is_in_strips(stored, [target])[0]
-            (straight if is_straight else others).append(target)
-        stored = [each for name in {target.source.name for target in straight} for each in self._stored(name)]
-        self._files.read_bytes += fill_exactly(self._files, stored, straight, self._files.digests)
+            wanted = ExactMoves.of(stored, [target]) if is_plain_copy else []
+            if is_plain_copy and not is_in_strips(wanted)[0]:
+                straight += wanted
+            else:
+                others.append(target)
+        self._files.read_bytes += fill_exactly(self._files, straight, self._files.digests)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -527,22 +529,16 @@ class PieceReader:
         return self.contents.stored.tensors[name].pieces
 
 
-def is_in_strips(
-    stored: Sequence[StoredPiece], wanted: Sequence[ReadTarget], files: DataFiles | None = None
-) -> tuple[bool, int]:
+def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -> tuple[bool, int]:
     """Whether pieces are stored in ranges so short that it costs more to read each alone.
 
     And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    found = [
-        _ExactMoves(stored[ordinal], wanted[index], moved)
-        for ordinal, index, moved in exact_moves(stored, [each.source for each in wanted])
-    ]
-    near = [each for each in found if each.is_in_near_strips] if files is not None else []
+    near = [each for each in wanted if each.is_in_near_strips] if files is not None else []
     if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
         near = []
-    num_ranges = sum(count_ranges(each.moves) for each in found) - sum(count_ranges(each.moves) for each in near)
-    num_bytes = sum(each.num_bytes for each in found)
+    num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)
+    num_bytes = sum(each.num_bytes for each in wanted)
     many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
     return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
 
