@@ -96,7 +96,7 @@ class _UpdateEvents(CallbackHandler):
         return control
 
 
-class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunServices, transformers.Trainer):
+class EngineTrainer(EvaluationRounds, GeneratedInputs, RunServices, TrainerCheckpoints, transformers.Trainer):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
     The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this
@@ -398,6 +398,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunSe
         with self._sw_loop.paused():
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         self._sw_hand_over(self.state.log_history[num_logs:], is_due=is_due)
+        if self._sw_copies is not None:
+            self._sw_copies.save()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._sw_settle()
