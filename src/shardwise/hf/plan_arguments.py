@@ -35,6 +35,11 @@ class PlanArguments:
         kw_only=True,
         metadata={"help": "Copy the run to the memory of its hosts every so many updates; without it, never."},
     )
+    shardwise_trace: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={"help": "Leave a trace of the last updates on all ranks in output_dir: trace.json and timeline.png."},
+    )
 
 
 @dataclass

@@ -8,15 +8,23 @@ a signal to any rank        all ranks save after the step under way, and end: se
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
 from shardwise.checkpoint import Replicas
+from shardwise.comm.timed import Timed
 from shardwise.hf.checkpoint_folders import SAVE
 from shardwise.hf.memory_copies import MemoryCopies
 from shardwise.runs.callbacks import TrainingLoop
 from shardwise.runs.preemption import Preemption
 from shardwise.runs.recorded_runs import recorded
+from shardwise.runs.run_trace import Tracer
 from shardwise.runs.stop_signals import Stopped
+
+_LOGGER = logging.get_logger("transformers.trainer")
+"""`--log_level info` shows what a run says about itself."""
 
 _OF_TIME = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
@@ -29,6 +37,8 @@ class RunServices:
     _sw_loop: TrainingLoop
     _sw_copies: MemoryCopies | None = None
     """While a run is copied."""
+    _sw_tracer: Tracer | None = None
+    """Where the run leaves a trace."""
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
@@ -37,6 +47,10 @@ class RunServices:
             if self.args.enable_jit_checkpoint:
                 self._sw_services.enter_context(self.preemption)
             found = super().train(*args, **kwargs)  # type: ignore[misc]
+            if self._sw_tracer is not None:
+                folder = Path(self.args.output_dir)
+                for line in self._sw_tracer.leave(folder, title=folder.name):
+                    _LOGGER.info(line)
             if code := self.preemption.exit_code:  # for those who leave the contexts: it is how the run has ended
                 raise Stopped(code - 128, f"after step {self.state.global_step}, which is saved")
         return found
@@ -57,6 +71,9 @@ class RunServices:
 
     def _sw_begin_loop(self: Any, steps: int) -> None:
         """Called when the engine has its state, and the loop is to begin."""
+        if isinstance(self.channel, Timed):
+            self._sw_tracer = Tracer(self.engine)
+            self._sw_services.callback(self._sw_tracer.take_off)
         begin = self.state.global_step
         self._sw_loop = self._sw_services.enter_context(
             recorded(self.engine, self.args.output_dir, steps=steps, step=begin)
