@@ -58,6 +58,7 @@ REFUSED = Refusals(
             f"optim {name}": partial(check, {"optim": name})
             for name in ("adalomo", "apollo_adamw_layerwise", "schedule_free_sgd")
         },
+        "no copies": partial(check, {"shardwise_replicas": 0}),
         "all problems at once, when a trainer is made": when_made,
     },
 )

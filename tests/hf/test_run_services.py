@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+import shardwise.hf as hf
 from shardwise.runs.rank_table import heading, table
 from shardwise.runs.run_folder import view
-from tests.hf.tiny_trainers import simple, under
+from tests.hf.tiny_trainers import Make, simple, under
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -52,3 +53,19 @@ def test_an_evaluation_after_the_line_of_its_update_has_one_of_its_own(tmp_path:
     assert [line["loss"] for line in lines[:-1]] == pytest.approx(losses, rel=1e-6)
     assert lines[-1].keys() == {"step", "held_out_loss"}
     assert "held-out" in heading(view(tmp_path))
+
+
+@pytest.mark.parametrize("plan", ["stage 3", "pp"])
+def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(plan: str, tmp_path: Path) -> None:
+    def make(**asked: Any) -> Make:
+        return simple(of=hf.TrainingArguments, num_train_epochs=2, **asked)
+
+    traced, _ = under(plan, make(shardwise_trace=True), folder=str(tmp_path))
+    assert traced[:-1] == under(plan, make())[0][:-1]
+    bars = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    for rank in range(2):
+        names = [bar["name"] for bar in bars if bar["tid"] == rank]
+        assert (names.count("step"), names.count("exchange: losses and norms")) == (4, 4)
+    if plan == "stage 3":
+        assert {"forward model.layers.0", "backward model.layers.1"} <= {bar["name"] for bar in bars}
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

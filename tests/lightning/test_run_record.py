@@ -7,10 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from shardwise.lightning import RunRecord
+import shardwise as sw
+from shardwise.lightning import RunRecord, Strategy
 from shardwise.runs.rank_table import heading
 from shardwise.runs.run_folder import view
-from tests.lightning.lightning_modules import PLANS, Net, fitted, under
+from tests.lightning.lightning_modules import PLANS, ByHand, Net, fitted, under
 from tests.refusals import Refusals
 
 
@@ -31,6 +32,20 @@ def test_lines_have_the_losses_of_steps_and_validations_and_the_times_of_ranks(t
     assert all(len(line["ranks"]) == 2 for line in lines[:4])
     assert view(tmp_path).state == "finished"
     assert f"{tmp_path.name}  step 6/6  loss {losses[-1]:.4f}  held-out " in heading(view(tmp_path))
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
+def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(by_hand: bool, tmp_path: Path) -> None:
+    def run(channel: sw.Channel, folder: Path | None) -> list[float]:
+        strategy = Strategy(PLANS["stage 3"], channel=channel, trace=folder)
+        return fitted(strategy, ByHand if by_hand else Net)[1].losses
+
+    traced = sw.simulate(2, lambda channel: run(channel, tmp_path / "traced"))
+    assert traced == sw.simulate(2, lambda channel: run(channel, None))
+    events = json.loads((tmp_path / "traced" / "trace.json").read_text())["traceEvents"]
+    for rank in range(2):
+        names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
+        assert (names.count("step"), names.count("forward head")) == (6, 6)
 
 
 def test_an_error_is_how_a_run_has_ended(tmp_path: Path) -> None:

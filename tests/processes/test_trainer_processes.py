@@ -1,17 +1,21 @@
 """A script with `shardwise.hf.Trainer` in processes as torchrun starts them, against the plain one in one process."""
 
 import json
+import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM, TrainerCallback
 
+import shardwise as sw
 import shardwise.hf as hf
 from shardwise.comm import Channel
+from shardwise.errors import PeerError
 from shardwise.runs.run_folder import view
-from tests.hf.tiny_trainers import PLANS, assert_close, logged, plain, simple, trained
+from tests.hf.tiny_trainers import PLANS, assert_close, logged, plain, simple, trained, under
 from tests.processes.as_started import outputs
 from tests.processes.pool import Pool
 
@@ -99,3 +103,45 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes_bit_for_bit
         # Two steps and an evaluation are an epoch. The last line has means over one call of `train`.
         assert stopped[:-1] == whole[: 1 if step == 1 else 3]
         assert resumed[:-1] == whole[:-1]
+
+
+class LostAt(TrainerCallback):
+    """This process is lost in a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+COPIED: dict[str, Any] = {"num_train_epochs": 3, "eval_strategy": "epoch", "shardwise_replicas": 2}
+
+
+def copied_here(channel: Channel, folder: Path, *, loses: bool = False) -> list[Any]:
+    """What a run logs that loses its last rank, or one that resumes from what is newest."""
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), sharding=sw.Sharding(stage=3))
+    make = simple(of=hf.TrainingArguments, **COPIED)
+    trainer = make(hf, str(folder), 4 // channel.size, plan=plan, channel=channel)
+    if not loses:
+        trainer.train(resume_from_checkpoint=True)
+        return logged(trainer)
+    if channel.rank == channel.size - 1:
+        trainer.add_callback(LostAt())
+    with pytest.raises(PeerError):
+        trainer.train()
+    return []
+
+
+lost_here = partial(copied_here, loses=True)
+
+
+@pytest.mark.parametrize("size", [2, 1])
+def test_a_run_that_has_lost_a_rank_resumes_from_memory_on_any_number_of_ranks(
+    pool: Pool, size: int, tmp_path: Path
+) -> None:
+    whole, _ = under("stage 3", simple(**{**COPIED, "of": hf.TrainingArguments, "shardwise_replicas": None}))
+    pool.run(2, lost_here, tmp_path, lost=[1])
+    assert not [*tmp_path.glob("*checkpoint*")]
+    for resumed in pool.run(size, copied_here, tmp_path):
+        if size == 2:
+            assert resumed[:-1] == whole[:-1]
+        assert_close(resumed[:-1], whole[:-1])

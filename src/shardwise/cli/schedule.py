@@ -68,7 +68,7 @@ def schedule(
         if orders:
             click.echo(f"\n{heading}\n{lines}", nl=False)
         if picture is not None:
-            from shardwise.train.timeline_files import save_picture
+            from shardwise.runs.timeline_files import save_picture
 
             save_picture(timeline, picture, title=heading)
             click.echo(f"drawn in {picture}")

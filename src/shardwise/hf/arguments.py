@@ -262,6 +262,8 @@ def check_arguments(args: Any, mesh: Mesh) -> None:
         ]
         if given:
             problems.append(f"{' '.join(given)}: {treatment.text}")
+    if (every := getattr(args, "shardwise_replicas", None)) is not None and every < 1:
+        problems.append(f"--shardwise_replicas {every}: a copy is made every so many updates; give 1 or more")
     problems += [
         f"--{each.name} {values[each.name]}: this shardwise does not know what transformers {transformers.__version__} "
         "does with it; leave it out, or install a newer shardwise"

@@ -25,6 +25,7 @@ from transformers.trainer_callback import CallbackHandler
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.accelerators import empty_cache
 from shardwise.comm.channel import alone
+from shardwise.comm.timed import Timed
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ConfigError, ModelError, OptimizerError
@@ -96,7 +97,7 @@ class _UpdateEvents(CallbackHandler):
         return control
 
 
-class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunServices, transformers.Trainer):
+class EngineTrainer(EvaluationRounds, GeneratedInputs, RunServices, TrainerCheckpoints, transformers.Trainer):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
     The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this
@@ -146,6 +147,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunSe
         device = args.device  # joins the process group, where torchrun started several
         if self.channel is None:
             self.channel = _channel_on(device)
+        if getattr(args, "shardwise_trace", False):
+            self.channel = Timed(self.channel)
         self.plan = plan_of(self.plan, args, self.channel.size)
         check_arguments(args, self.plan.mesh)
         self._sw_ranks = DataRanks(self.plan, self.channel)
@@ -319,7 +322,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunSe
         with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates, first=is_first):
             sees = engine.see_gradients = self._sw_before_update if self._sw_shows_gradients() else None
             self._sw_is_asked = False
-            report = engine.step(batches, stop=None if sees else self._sw_before_update)
+            with nullcontext() if self._sw_tracer is None else self._sw_tracer.update():
+                report = engine.step(batches, stop=None if sees else self._sw_before_update)
             if not self._sw_is_asked:  # a skipped update
                 self._sw_before_update()
         self._sw_stepped.has_stepped = True
@@ -399,6 +403,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, RunSe
         with self._sw_loop.paused():
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         self._sw_hand_over(self.state.log_history[num_logs:], is_due=is_due)
+        if self._sw_copies is not None:
+            self._sw_copies.save()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._sw_settle()

@@ -17,7 +17,7 @@ from shardwise.space import Mesh
 
 @dataclass
 class PlanArguments:
-    """The fields that a trainer under a plan adds to TrainingArguments: `--shardwise_plan`, `--shardwise_optimizer_pt`.
+    """The fields that a trainer under a plan adds to TrainingArguments, such as `--shardwise_plan`.
 
     For a class of arguments of another library: `@dataclass class Config(PlanArguments, trl.SFTConfig): ...`.
     """
@@ -33,6 +33,16 @@ class PlanArguments:
         metadata={
             "help": "Also write optimizer.pt for the plain Trainer, tensor by tensor; it takes the state's bytes again."
         },
+    )
+    shardwise_replicas: int | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"help": "Copy the run to the memory of its hosts every so many updates; without it, never."},
+    )
+    shardwise_trace: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={"help": "Leave a trace of the last updates on all ranks in output_dir: trace.json and timeline.png."},
     )
 
 

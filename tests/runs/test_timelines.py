@@ -11,8 +11,8 @@ from shardwise.plan import schedules
 from shardwise.plan.schedule_check import chain
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
+from shardwise.runs.timeline_files import save_picture, save_trace
 from shardwise.runs.timeline_text import draw_timeline, seconds_text
-from shardwise.train.timeline_files import save_picture, save_trace
 
 
 def equal_stages(

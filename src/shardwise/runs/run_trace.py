@@ -10,27 +10,24 @@ of rank 0:
 """
 
 import importlib.util
+import shutil
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.timed import CallSpan, Timed
 from shardwise.engine import Engine
-from shardwise.engine.forward.batches import Batch, LossFunction
-from shardwise.engine.step.reports import EvaluationReport, StepReport
 from shardwise.moving.nested_exchange import exchange
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
+from shardwise.runs.timeline_files import TraceBar, save_picture, save_trace
 from shardwise.runs.timeline_text import draw_timeline, seconds_text
-from shardwise.train.timeline_files import TraceBar, save_picture, save_trace
-from shardwise.train.unit_bars import UnitBars
+from shardwise.runs.unit_bars import UnitBars
 
 _KEPT_UPDATES = 20
 _CLOCK_ROUNDS = 5
@@ -70,29 +67,21 @@ class RunTrace:
 
 
 class Tracer:
-    """An engine whose updates are measured. Stands in its place in the loop.
+    """Records the updates of an engine whose channel is a `Timed` one."""
 
-    channel: through which the engine talks.
-    """
-
-    def __init__(self, engine: Engine, channel: Timed) -> None:
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.channel, Timed)
         self._engine = engine
-        self._channel = channel
+        self._channel = engine.channel
         self._recorder = engine.recorder
         # Stages have bars of their own, and run a module in parts.
         self._units = UnitBars(engine.model, engine.recorder.now_s) if engine.pipeline is None else None
         # Some hundred spans per update: those of a whole run would fill the memory.
         self._updates: deque[_TracedUpdate] = deque(maxlen=_KEPT_UPDATES)
 
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """See `Engine`."""
-        return self._engine.optimizers
-
-    def step(
-        self, batch: Batch, *, only: str | Sequence[str] | None = None, loss: LossFunction | None = None
-    ) -> StepReport:
-        """One update, recorded on this rank."""
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Inside is `engine.step`; it is recorded on this rank."""
         # Lists switch the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans: list[TimeSpan] = []
         calls: list[CallSpan] = []
@@ -103,7 +92,7 @@ class Tracer:
             self._units.notes = notes
         start_s = self._recorder.now_s()
         try:
-            report = self._engine.step(batch, only=only, loss=loss)
+            yield
             stop_s = self._recorder.now_s()
         finally:
             self._recorder.spans = self._recorder.updates = self._channel.log.spans = None
@@ -114,16 +103,26 @@ class Tracer:
         bars += [_bar_of(each) for each in calls]
         bars += unit_bars(notes, [span for span in spans if span.kind == "B"])
         self._updates.append(_TracedUpdate(spans, bars))
-        return report
 
-    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
-        """See `Engine`."""
-        return self._engine.evaluate(batch, **({"metrics": metrics} if metrics else {}))
+    def take_off(self) -> None:
+        """Leave the model as it was."""
+        if self._units is not None:
+            self._units.take_off()
+
+    def leave(self, folder: Path, *, title: str, width: int | None = None) -> list[str]:
+        """Write the last updates of all ranks, which call this together, into a folder; what rank 0 may say of it.
+
+        width: of the timeline in words; None: of the terminal.
+        """
+        trace = self.gathered()
+        if trace is None or self._channel.rank:
+            return []
+        folder.mkdir(parents=True, exist_ok=True)
+        return _left(trace, folder, title=title, width=width or shutil.get_terminal_size().columns)
 
     def gathered(self) -> RunTrace | None:
         """The last updates on all ranks, which call this together; None when none was made."""
-        if self._units is not None:
-            self._units.take_off()
+        self.take_off()
         channel = self._channel
         # Clocks drift: they are compared now, since the last updates are what is kept.
         mine = {
@@ -205,7 +204,7 @@ def unit_bars(notes: Sequence[tuple[str, str, float]], backwards: Sequence[TimeS
     return bars
 
 
-def leave(trace: RunTrace, folder: Path, *, title: str, width: int) -> list[str]:
+def _left(trace: RunTrace, folder: Path, *, title: str, width: int) -> list[str]:
     """Write `timeline.png` and `trace.json` into `folder`; returns the timeline in words, `width` columns wide."""
     last = trace.updates[-1]
     lines = ["the last update on all ranks, as it was measured:", *draw_timeline(last, width=width).splitlines()]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.plan.timeline import TimeSpan
-from shardwise.train.run_trace import unit_bars
+from shardwise.runs.run_trace import unit_bars
 from tests.train.runs import finished, laid_out, without_times
 
 FEW = ["train.steps=3", "train.global_batch=4", "train.evaluate_every=2", "train.trace=true"]
