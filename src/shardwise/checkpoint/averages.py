@@ -256,7 +256,32 @@ class _AveragedOutputs(Outputs):
 
     def reader(self, files: DataFiles, window: GrowingBuffer | None = None) -> Read:
         """Reads means, out of all checkpoints one after the other."""
-        return _MeanReader(self, files, window or GrowingBuffer(WINDOW_BYTES)).read
+        # One window for all sources, and one memory to read into: each is added before the next is read.
+        window, buffer = window or GrowingBuffer(WINDOW_BYTES), GrowingBuffer(WINDOW_BYTES)
+        of_sides = [files]
+        for store in self.stores[1:]:
+            of_sides.append(DataFiles(store, turns_with=of_sides[-1]))
+        readers = [side.reader(each, window) for side, each in zip(self.sides, of_sides, strict=True)]
+
+        def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+            means = [each for each in pieces if each.name in self.means]
+            room = buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
+            room_of_sums = self.sums.parts([(each.num_elements, self.rule.dtype_of(each.dtype)) for each in means])
+            parts, sums = dict(zip(pieces, room, strict=True)), dict(zip(means, room_of_sums, strict=True))
+            for at, (reader, side) in enumerate(zip(readers, self.sides, strict=True)):
+                wanted = pieces if at == 0 else means
+                for piece, elements in zip(wanted, reader([_in(side, each) for each in wanted]), strict=True):
+                    if piece.name in self.means:
+                        self.rule.add(sums[piece], elements, at)
+                    else:
+                        put(parts[piece], elements)
+            for each in of_sides[1:]:  # those of the first count for all
+                files.read_bytes, each.read_bytes = files.read_bytes + each.read_bytes, 0
+            for piece in means:
+                self.rule.mean(sums[piece], parts[piece])
+            return [parts[piece] for piece in pieces]
+
+        return read
 
     def compare(self, from_first: Collection[str]) -> tuple[str, ...]:
         """Compare what is not averaged. Returns the names of what differs and may.
@@ -297,40 +322,8 @@ class _AveragedOutputs(Outputs):
         files = DataFiles(self.stores[0])
         others = DataFiles(self.stores[at], turns_with=files)
         readers = self.sides[0].reader(files), self.sides[at].reader(others)
-        pairs = [(each.whole, _in(self.sides[at], each.whole)) for each in tensors.values()]
-        return [pairs[number][0].name for number in compared(pairs, *readers)]
-
-
-class _MeanReader:
-    """Reads pieces of averages into its own buffer, which each call takes over from the one before."""
-
-    def __init__(self, outputs: _AveragedOutputs, files: DataFiles, window: GrowingBuffer) -> None:
-        self._outputs = outputs
-        # One window for all sources, and one memory to read into: each is added before the next is read.
-        self._files = [files]
-        for store in outputs.stores[1:]:
-            self._files.append(DataFiles(store, turns_with=self._files[-1]))
-        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, self._files, strict=True)]
-        self._buffer = GrowingBuffer(WINDOW_BYTES)
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The means of each piece, flat; they hold until the next call."""
-        rule, means = self._outputs.rule, [each for each in pieces if each.name in self._outputs.means]
-        room = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
-        room_of_sums = self._outputs.sums.parts([(each.num_elements, rule.dtype_of(each.dtype)) for each in means])
-        parts, sums = dict(zip(pieces, room, strict=True)), dict(zip(means, room_of_sums, strict=True))
-        for at, (reader, side) in enumerate(zip(self._readers, self._outputs.sides, strict=True)):
-            wanted = pieces if at == 0 else means
-            for piece, elements in zip(wanted, reader([_in(side, each) for each in wanted]), strict=True):
-                if piece.name in self._outputs.means:
-                    rule.add(sums[piece], elements, at)
-                else:
-                    put(parts[piece], elements)
-        for each in self._files[1:]:  # those of the first are counted for all
-            self._files[0].read_bytes, each.read_bytes = self._files[0].read_bytes + each.read_bytes, 0
-        for piece in means:
-            rule.mean(sums[piece], parts[piece])
-        return [parts[piece] for piece in pieces]
+        pairs = {name: (each.whole, _in(self.sides[at], each.whole)) for name, each in tensors.items()}
+        return list(compared(pairs, *readers))
 
 
 def _in(side: Outputs, piece: Piece) -> Piece:

@@ -158,49 +158,47 @@ def boxes_of_grid(box: Box, meta: TensorMeta, block: Sequence[int]) -> Iterator[
         yield from boxes_of_grid(Box(offset, (*box.shape[:dim], size, *box.shape[dim + 1 :])), meta, block)
 
 
-_Read = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
+Read = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
+"""See `windows.Read`."""
 
 
-class QuantisingReader:
-    """Reads pieces of outputs, some of them quantised, into its own buffer, as `PieceReader` does.
+def quantising(checked: Checked, plain: Read, wide: Read) -> Read:
+    """Reads pieces of outputs, some of them quantised: `plain` what is not, and `wide` the float32 that is made narrow.
 
     Elements and scales of a tensor are each made of all its values, which are read for both.
     """
+    buffer = GrowingBuffer()
 
-    def __init__(self, checked: Checked, plain: _Read, wide: _Read) -> None:
-        """`plain` reads what is not quantised, and `wide` reads float32 that is quantised here."""
-        self._checked = checked
-        self._plain, self._wide = plain, wide
-        self._buffer = GrowingBuffer()
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
-        made = [piece for piece in pieces if self._checked.quantised(piece.name) is not None]
-        room = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in made])
+    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        made = [piece for piece in pieces if checked.quantised(piece.name) is not None]
+        room = buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in made])
         parts = dict(zip(made, room, strict=True))
         for piece, part in parts.items():
             for first, shape, offset in blocks_of(piece):
                 box = Box(offset, shape)
-                self._make(piece.name, box, part[first : first + box.num_elements].view(shape))
-        plain = [piece for piece in pieces if piece not in parts]
-        parts.update(zip(plain, self._plain(plain), strict=True))
+                _make(checked, piece.name, box, part[first : first + box.num_elements].view(shape), wide)
+        others = [piece for piece in pieces if piece not in parts]
+        parts.update(zip(others, plain(others), strict=True))
         return [parts[piece] for piece in pieces]
 
-    def _make(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Fill a box of quantised elements, or of scales."""
-        step, meta = self._checked.quantised(name), self._checked.elements_of(name)
-        assert step is not None, "only such pieces are made"
-        is_scales = self._checked.is_scales(name)
-        if is_scales:  # with the dims that are left out
-            more = len(meta.shape) - len(box.shape)
-            box = Box((*box.offset, *[0] * more), (*box.shape, *[1] * more))
-            target = target.view(box.shape)
-        for grid, values in boxes_of_grid(box if is_scales else grid_around(box, step.block), meta, step.block):
-            piece = Piece(name=name, dtype="float32", global_shape=meta.shape, offset=values.offset, shape=values.shape)
-            (read,) = self._wide([piece])
-            elements, scales = quantise(read.view(values.shape), step, name=name)
-            made, place = (scales, grid) if is_scales else (elements, values)
-            shared = box.intersect(place)
-            assert shared is not None, "blocks are those around the box"
-            ours, theirs = (shared.relative_to(each.offset).slices() for each in (box, place))
-            put(target[ours], made[theirs])
+    return read
+
+
+def _make(checked: Checked, name: str, box: Box, target: torch.Tensor, wide: Read) -> None:
+    """Fill a box of quantised elements, or of scales."""
+    step, meta = checked.quantised(name), checked.elements_of(name)
+    assert step is not None, "only such pieces are made"
+    is_scales = checked.is_scales(name)
+    if is_scales:  # with the dims that are left out
+        more = len(meta.shape) - len(box.shape)
+        box = Box((*box.offset, *[0] * more), (*box.shape, *[1] * more))
+        target = target.view(box.shape)
+    for grid, values in boxes_of_grid(box if is_scales else grid_around(box, step.block), meta, step.block):
+        piece = Piece(name=name, dtype="float32", global_shape=meta.shape, offset=values.offset, shape=values.shape)
+        (read,) = wide([piece])
+        elements, scales = quantise(read.view(values.shape), step, name=name)
+        made, place = (scales, grid) if is_scales else (elements, values)
+        shared = box.intersect(place)
+        assert shared is not None, "blocks are those around the box"
+        ours, theirs = (shared.relative_to(each.offset).slices() for each in (box, place))
+        put(target[ours], made[theirs])

@@ -302,15 +302,14 @@ class _RoundTrip:
         self, names: Iterable[str], changed: Callable[[torch.Tensor], torch.Tensor] = lambda elements: elements
     ) -> dict[str, Elements]:
         """How some tensors, or what `changed` makes of their elements, differ from what came back of them."""
-        wholes = [self.sent.tensors[name].whole for name in names]
+        wholes = {name: self.sent.tensors[name].whole for name in names}
         files = DataFiles(self.source)
         sent, back = self.sent.reader(files), self.back.reader(DataFiles(self.store, turns_with=files))
-        different = compared(
-            [(whole, replace(whole, name=self._found(whole.name))) for whole in wholes],
+        return compared(
+            {name: (whole, replace(whole, name=self._found(name))) for name, whole in wholes.items()},
             lambda pieces: list(map(changed, sent(pieces))),
             lambda pieces: list(map(changed, back(pieces))),
         )
-        return {wholes[at].name: elements for at, elements in different.items()}
 
     def changes_kind(self, name: str) -> bool:
         """Whether a tensor comes back in another dtype or shape."""

@@ -100,9 +100,9 @@ class Outputs:
         plain = PieceReader(files, self.contents, window=window).read
         if self.checked is None or not self.checked.quantises:
             return plain
-        from shardwise.checkpoint.block_scales import QuantisingReader  # the core works without it
+        from shardwise.checkpoint.block_scales import quantising  # the core works without it
 
-        return QuantisingReader(self.checked, plain, PieceReader(files, self.contents).read).read
+        return quantising(self.checked, plain, PieceReader(files, self.contents).read)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
