@@ -22,7 +22,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore, ObjectStore, convert, whole_folders
+from shardwise.checkpoint import AsyncSaver, LocalStore, ObjectStore, convert, destinations
 from shardwise.checkpoint.conversion import ConvertTarget
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
@@ -246,7 +246,7 @@ def _killed(source: Path, target: Path, n: int, mode: Mode, to: ConvertTarget) -
             return really_dying(LocalStore(path), n, mode=mode)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_folders, "LocalStore", Dying)
+        patch.setattr(destinations, "LocalStore", Dying)
         convert(source, target, to=to, max_shard_bytes=200)
 
 

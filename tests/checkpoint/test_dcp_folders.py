@@ -60,6 +60,7 @@ def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "ours", state)
     with small_limits(64):
         checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
+    assert checkpoint.verify(tmp_path / "dcp").good
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load({"model": loaded}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(same_tensor(loaded[name], tensor) for name, tensor in state.items())

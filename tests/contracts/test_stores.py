@@ -18,7 +18,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import shardwise
 import shardwise as sw
-from shardwise.checkpoint import AsyncSaver, conversion, whole_folders
+from shardwise.checkpoint import AsyncSaver, conversion, destinations
+from shardwise.checkpoint.formats import registry
 from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.objects import ObjectStore
@@ -281,7 +282,7 @@ def test_of_two_conversions_to_one_place_one_makes_it(kind: str, to: Any, tmp_pa
         ):
             sw.checkpoint.convert(tmp_path / "1", stores[1], to=to)
 
-    late = whole_folders.check_folder
+    late = destinations.check_folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "check_folder", lambda folder: folder if folder is stores[1] else late(folder))
         sw.checkpoint.convert(tmp_path / "0", stores[0], to=to, progress=meanwhile)
@@ -290,7 +291,7 @@ def test_of_two_conversions_to_one_place_one_makes_it(kind: str, to: Any, tmp_pa
     found = sw.checkpoint.open(stores[1])
     (name,) = found.tensors
     assert found.read(name).tolist() == [0, 0]
-    assert whole_folders.CLAIM not in stores[0].names()
+    assert registry.CLAIM not in stores[0].names()
 
 
 def test_private_names_of_fsspec_stand_in_one_file_and_do_what_they_are_used_for() -> None:

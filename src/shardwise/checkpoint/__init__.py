@@ -23,10 +23,9 @@ from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.conversion import ConvertReport, convert, preview
+from shardwise.checkpoint.conversion import ConvertReport, convert, export_hf, import_hf, preview
 from shardwise.checkpoint.difference import Difference, diff
 from shardwise.checkpoint.full_tensors import full
-from shardwise.checkpoint.import_export import export_hf, import_hf
 from shardwise.checkpoint.inspection import Catalogue, VerifyReport, open, verify, verify_all  # noqa: A004 - the promised name
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore

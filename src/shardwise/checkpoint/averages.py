@@ -20,13 +20,11 @@ from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
 from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.model_files import ConfigPath, as_extra
-from shardwise.checkpoint.outputs import OutputReader, Outputs
-from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
-from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, store_of
-from shardwise.checkpoint.windows import WINDOW_BYTES
+from shardwise.checkpoint.windows import WINDOW_BYTES, Read
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, few_of
 from shardwise.moving.copies import put
@@ -119,8 +117,7 @@ def average(
     stores = [store_of(each) for each in sources]
     # Files of Hugging Face hold the model alone: what is averaged without optimizers is what they would hold.
     conversions = [
-        Conversion.of(store, read_contents(store), None, to="whole" if optimizer else "hf", config=config, dtype=dtype)
-        for store in stores
+        Conversion.of(store, None, to="whole" if optimizer else "hf", config=config, dtype=dtype) for store in stores
     ]
     first = conversions[0]
     places = [each.contents.location for each in conversions]
@@ -137,16 +134,11 @@ def average(
         first.outputs.contents,
         step=None,
         layout=f"average of {len(stores)} checkpoints",
-        extra={"average": record, **as_extra(first.files)},
+        extra={"average": record, **as_extra(first.files.kept)},
+        settings=first.outputs.contents.settings if optimizer else {},
     )
-    settings = first.outputs.settings if optimizer else {}
-    conversion = replace(first, outputs=replace(averaged, contents=contents, settings=settings))
-    if to == "hf":
-        made = conversion.to_folder(
-            destination, "hf", max_shard_bytes=max_shard_bytes, certify=False, progress=progress
-        )
-    else:
-        made = conversion.to_save(destination, "whole", certify=False, progress=progress)
+    conversion = replace(first, outputs=replace(averaged, contents=contents))
+    made = conversion.write(destination, to, max_shard_bytes=max_shard_bytes, certify=False, progress=progress)
     return AverageReport(
         sources=tuple(places),
         weights=rule.weights,
@@ -250,8 +242,7 @@ class _AveragedOutputs(Outputs):
         return cls(
             contents=first.contents,
             tensors=first.tensors,
-            aliases=first.aliases,
-            settings=first.settings,
+            groups=first.groups,
             stores=stores,
             sides=sides,
             rule=rule,
@@ -263,21 +254,34 @@ class _AveragedOutputs(Outputs):
             ),
         )
 
-    def check_agreement(self, store: Store) -> None:
-        """Nothing is made of several numbers here that have to be equal."""
+    def reader(self, files: DataFiles, window: GrowingBuffer | None = None) -> Read:
+        """Reads means, out of all checkpoints one after the other."""
+        # One window for all sources, and one memory to read into: each is added before the next is read.
+        window, buffer = window or GrowingBuffer(WINDOW_BYTES), GrowingBuffer(WINDOW_BYTES)
+        of_sides = [files]
+        for store in self.stores[1:]:
+            of_sides.append(DataFiles(store, turns_with=of_sides[-1]))
+        readers = [side.reader(each, window) for side, each in zip(self.sides, of_sides, strict=True)]
 
-    def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        """Cut the pieces as they are read of the first checkpoint."""
-        return self.sides[0].windows(pieces)
+        def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+            means = [each for each in pieces if each.name in self.means]
+            room = buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
+            room_of_sums = self.sums.parts([(each.num_elements, self.rule.dtype_of(each.dtype)) for each in means])
+            parts, sums = dict(zip(pieces, room, strict=True)), dict(zip(means, room_of_sums, strict=True))
+            for at, (reader, side) in enumerate(zip(readers, self.sides, strict=True)):
+                wanted = pieces if at == 0 else means
+                for piece, elements in zip(wanted, reader([_in(side, each) for each in wanted]), strict=True):
+                    if piece.name in self.means:
+                        self.rule.add(sums[piece], elements, at)
+                    else:
+                        put(parts[piece], elements)
+            for each in of_sides[1:]:  # those of the first count for all
+                files.read_bytes, each.read_bytes = files.read_bytes + each.read_bytes, 0
+            for piece in means:
+                self.rule.mean(sums[piece], parts[piece])
+            return [parts[piece] for piece in pieces]
 
-    def reader(
-        self,
-        files: DataFiles,
-        window: GrowingBuffer | None = None,
-        digests: PassingDigests | None = None,
-    ) -> OutputReader:
-        """A reader of means; it reads all checkpoints one after the other. Averages have no certificates."""
-        return _MeanReader(self, files, window or GrowingBuffer(WINDOW_BYTES))
+        return read
 
     def compare(self, from_first: Collection[str]) -> tuple[str, ...]:
         """Compare what is not averaged. Returns the names of what differs and may.
@@ -318,43 +322,8 @@ class _AveragedOutputs(Outputs):
         files = DataFiles(self.stores[0])
         others = DataFiles(self.stores[at], turns_with=files)
         readers = self.sides[0].reader(files), self.sides[at].reader(others)
-        pairs = [(each.whole, _in(self.sides[at], each.whole)) for each in tensors.values()]
-        return [pairs[number][0].name for number in compared(pairs, readers[0].read, readers[1].read)]
-
-
-class _MeanReader:
-    """Reads pieces of averages into its own buffer, which each call takes over from the one before."""
-
-    def __init__(self, outputs: _AveragedOutputs, files: DataFiles, window: GrowingBuffer) -> None:
-        self._outputs = outputs
-        # One window for all sources, and one memory to read into: each is added before the next is read.
-        of_sides = [files]
-        for store in outputs.stores[1:]:
-            of_sides.append(DataFiles(store, turns_with=of_sides[-1]))
-        self._readers = [side.reader(each, window) for side, each in zip(outputs.sides, of_sides, strict=True)]
-        self._buffer = GrowingBuffer(WINDOW_BYTES)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of data files read so far."""
-        return sum(each.read_bytes for each in self._readers)
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The means of each piece, flat; they hold until the next call."""
-        rule, means = self._outputs.rule, [each for each in pieces if each.name in self._outputs.means]
-        room = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
-        room_of_sums = self._outputs.sums.parts([(each.num_elements, rule.dtype_of(each.dtype)) for each in means])
-        parts, sums = dict(zip(pieces, room, strict=True)), dict(zip(means, room_of_sums, strict=True))
-        for at, (reader, side) in enumerate(zip(self._readers, self._outputs.sides, strict=True)):
-            wanted = pieces if at == 0 else means
-            for piece, elements in zip(wanted, reader.read([_in(side, each) for each in wanted]), strict=True):
-                if piece.name in self._outputs.means:
-                    rule.add(sums[piece], elements, at)
-                else:
-                    put(parts[piece], elements)
-        for piece in means:
-            rule.mean(sums[piece], parts[piece])
-        return [parts[piece] for piece in pieces]
+        pairs = {name: (each.whole, _in(self.sides[at], each.whole)) for name, each in tensors.items()}
+        return list(compared(pairs, *readers))
 
 
 def _in(side: Outputs, piece: Piece) -> Piece:

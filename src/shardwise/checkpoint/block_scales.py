@@ -10,22 +10,25 @@ Figure 1. Elements of shape (5, 6) in blocks of (2, 4) have scales of shape (3, 
 
 Dequantised: element times scale in float32, rounded once, and then cast as the rewrite says. That is what transformers
 (FineGrainedFP8) and DeepSeek do. Quantised: the scale is the largest magnitude of the block over the largest of the
-dtype, and a scale that is a power of two is the next larger one, so that no element is cut off.
+dtype, and a scale that is a power of two is the next larger one, so that no element is cut off. That is done on the way
+into a window of outputs, out of float32 that is read block by block.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise.checkpoint.contents import StoredTensor
+from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.moving.copies import part_of
-from shardwise.rewrite import TensorMeta
+from shardwise.moving.copies import part_of, put
+from shardwise.rewrite import Checked, TensorMeta
 from shardwise.rewrite.verbs.quantise import Rescaling
 from shardwise.space import Box, Move, Piece
+from shardwise.space.pieces import blocks_of
 
 _AT_ONCE = 1 << 18
 """Elements that are multiplied while they are in the cache."""
@@ -153,3 +156,49 @@ def boxes_of_grid(box: Box, meta: TensorMeta, block: Sequence[int]) -> Iterator[
     for first, size in ((0, half), (half, box.shape[dim] - half)):
         offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
         yield from boxes_of_grid(Box(offset, (*box.shape[:dim], size, *box.shape[dim + 1 :])), meta, block)
+
+
+Read = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
+"""See `windows.Read`."""
+
+
+def quantising(checked: Checked, plain: Read, wide: Read) -> Read:
+    """Reads pieces of outputs, some of them quantised: `plain` what is not, and `wide` the float32 that is made narrow.
+
+    Elements and scales of a tensor are each made of all its values, which are read for both.
+    """
+    buffer = GrowingBuffer()
+
+    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        made = [piece for piece in pieces if checked.quantised(piece.name) is not None]
+        room = buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in made])
+        parts = dict(zip(made, room, strict=True))
+        for piece, part in parts.items():
+            for first, shape, offset in blocks_of(piece):
+                box = Box(offset, shape)
+                _make(checked, piece.name, box, part[first : first + box.num_elements].view(shape), wide)
+        others = [piece for piece in pieces if piece not in parts]
+        parts.update(zip(others, plain(others), strict=True))
+        return [parts[piece] for piece in pieces]
+
+    return read
+
+
+def _make(checked: Checked, name: str, box: Box, target: torch.Tensor, wide: Read) -> None:
+    """Fill a box of quantised elements, or of scales."""
+    step, meta = checked.quantised(name), checked.elements_of(name)
+    assert step is not None, "only such pieces are made"
+    is_scales = checked.is_scales(name)
+    if is_scales:  # with the dims that are left out
+        more = len(meta.shape) - len(box.shape)
+        box = Box((*box.offset, *[0] * more), (*box.shape, *[1] * more))
+        target = target.view(box.shape)
+    for grid, values in boxes_of_grid(box if is_scales else grid_around(box, step.block), meta, step.block):
+        piece = Piece(name=name, dtype="float32", global_shape=meta.shape, offset=values.offset, shape=values.shape)
+        (read,) = wide([piece])
+        elements, scales = quantise(read.view(values.shape), step, name=name)
+        made, place = (scales, grid) if is_scales else (elements, values)
+        shared = box.intersect(place)
+        assert shared is not None, "blocks are those around the box"
+        ours, theirs = (shared.relative_to(each.offset).slices() for each in (box, place))
+        put(target[ours], made[theirs])

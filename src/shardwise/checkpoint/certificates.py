@@ -23,10 +23,9 @@ import torch
 from shardwise.checkpoint.comparison import compared
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.elements import Elements, with_one_nan
-from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
+from shardwise.checkpoint.outputs import Outputs, outputs_of, way_back_of
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.rewritten import RewrittenContents
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
@@ -169,8 +168,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 def certify_return(
     source: Store,
-    contents: Contents,
-    view: RewrittenContents | None,
+    made: Contents,
     store: Store,
     written: Contents,
     *,
@@ -180,18 +178,18 @@ def certify_return(
 ) -> Certificate:
     """Read both sides, and compare the digests of their tensors.
 
-    contents: what was converted, of `source`. view: by which rewrite; None: without one. written: what `store` holds of
-        it now, and `location` what to call that.
+    made: what was written of what `source` holds. written: what `store` holds of it now, and `location` what to call
+        that.
     known: digests of the source that were taken when it was read to be converted. original: what the source was once
     made of, which is compared with what was written.
     Raises CheckpointError, naming them, for tensors that do not come back though the rewrite loses nothing of them.
     """
     trip = _RoundTrip(
-        checked=None if view is None else view.checked,
+        checked=made.effects.checked,
         source=source,
-        sent=as_they_are(contents),
+        sent=outputs_of(made.stored),
         store=store,
-        back=as_they_are(written) if view is None else rewritten(view_back(contents, view, written)),
+        back=outputs_of(way_back_of(made, written)),
     )
     # Out of the store, and not from memory: what was written is what a certificate is about.
     passing = PassingDigests(written.tensors)
@@ -201,7 +199,7 @@ def certify_return(
     whys = trip.losses(differing)
     problems = [
         f"{name} ({trip.sent.tensors[name].dtype} {list(trip.sent.tensors[name].shape)}) does not come back out of "
-        f"{location} as it was in {contents.location}: sha256 {returned.get(name, 'of nothing')} instead of "
+        f"{location} as it was in {made.location}: sha256 {returned.get(name, 'of nothing')} instead of "
         f"{digests[name]}"
         for name in differing
         if name not in whys
@@ -211,11 +209,11 @@ def certify_return(
             *problems, about="the conversion is not to be trusted; please report this fault of shardwise"
         )
     return Certificate(
-        source=contents.location,
+        source=made.location,
         destination=location,
-        rewrite="" if view is None else str(view.checked.rewrite),
+        rewrite="" if trip.checked is None else str(trip.checked.rewrite),
         tensors=tuple(trip.rows(digests, returned, whys, trip.errors(whys))),
-        is_of_save=contents.format == "shardwise",
+        is_of_save=made.format == "shardwise",
         original="" if original is None else original[1].location,
         compared=() if original is None else _compared(store, written, *original, passing.found),
     )
@@ -225,8 +223,8 @@ def _compared(
     store: Store, written: Contents, source: Store, original: Contents, known: Mapping[str, str]
 ) -> tuple[ComparedTensor, ...]:
     """Each tensor that was written, compared with the tensor of its name in the original; `known`: see `_completed`."""
-    made = _completed(known, lambda outputs: _digests(store, outputs), as_they_are(written))
-    there = _digests(source, as_they_are(original))
+    made = _completed(known, lambda outputs: _digests(store, outputs), outputs_of(written))
+    there = _digests(source, outputs_of(original))
 
     def verdict(name: str) -> Literal["equal", "differs", "not written", "not in the original"]:
         if name not in made:
@@ -304,15 +302,14 @@ class _RoundTrip:
         self, names: Iterable[str], changed: Callable[[torch.Tensor], torch.Tensor] = lambda elements: elements
     ) -> dict[str, Elements]:
         """How some tensors, or what `changed` makes of their elements, differ from what came back of them."""
-        wholes = [self.sent.tensors[name].whole for name in names]
+        wholes = {name: self.sent.tensors[name].whole for name in names}
         files = DataFiles(self.source)
         sent, back = self.sent.reader(files), self.back.reader(DataFiles(self.store, turns_with=files))
-        different = compared(
-            [(whole, replace(whole, name=self._found(whole.name))) for whole in wholes],
-            lambda pieces: list(map(changed, sent.read(pieces))),
-            lambda pieces: list(map(changed, back.read(pieces))),
+        return compared(
+            {name: (whole, replace(whole, name=self._found(name))) for name, whole in wholes.items()},
+            lambda pieces: list(map(changed, sent(pieces))),
+            lambda pieces: list(map(changed, back(pieces))),
         )
-        return {wholes[at].name: elements for at, elements in different.items()}
 
     def changes_kind(self, name: str) -> bool:
         """Whether a tensor comes back in another dtype or shape."""
@@ -403,8 +400,8 @@ def _completed(
 def _digests(store: Store, outputs: Outputs, passing: PassingDigests | None = None) -> dict[str, str]:
     """sha256 of the elements of every output."""
     found = PassingDigests(outputs.tensors)
-    reader = outputs.reader(DataFiles(store), digests=passing)
+    read = outputs.reader(DataFiles(store, digests=passing))
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
-        for piece, elements in zip(window, reader.read(window), strict=True):
+        for piece, elements in zip(window, read(window), strict=True):
             found.see(piece, elements)
     return dict(found.found)

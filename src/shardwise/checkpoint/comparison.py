@@ -6,69 +6,71 @@
 What differs has its first difference. Equal tensors are not in what is returned.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import torch
+from typing import TypeVar
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.reading import DataFiles
 from shardwise.checkpoint.state_pieces import gather_findings
-from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piece, windows
+from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, Read, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-Read: TypeAlias = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
-"""Reads the elements of pieces, flat; they hold until the next call."""
+K = TypeVar("K")
 
 
 def compared(
-    pairs: Sequence[tuple[Piece, Piece]],
+    pairs: Mapping[K, tuple[Piece, Piece]],
     a: Read,
     b: Read,
     *,
-    is_mine: Callable[[int, int], bool] = lambda at, part: True,
-    passed: Callable[[int], None] = lambda num_bytes: None,
-) -> dict[int, Elements]:
-    """How the elements of pairs differ, by the number of the pair, counted in the whole pieces.
+    is_mine: Callable[[K, int], bool] = lambda key, part: True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[K, Elements]:
+    """How the elements of pairs differ, by the key of the pair, counted in the whole pieces.
 
     Pieces of a pair have equally many elements; `a` reads the first ones, and `b`, maybe the same reader, the others.
-    is_mine: whether a part of a pair is compared here, by their numbers. Each part fits into a window.
-    passed: takes the bytes of `a` in each window.
+    is_mine: whether a part of a pair is compared here, by its number. Each part fits into a window.
+    progress: called with the bytes of `a` that are done, and those in all, after each window.
     """
-    found: dict[int, Elements] = {}
+    found: dict[K, Elements] = {}
     # By elements, not bytes: dtypes may differ, and both sides read the same range of elements. The wider one decides
     # how many fit.
-    sizes = [(one.num_elements, max(itemsize_bytes(one.dtype), itemsize_bytes(other.dtype))) for one, other in pairs]
+    sizes = {
+        key: (one.num_elements, max(itemsize_bytes(one.dtype), itemsize_bytes(other.dtype)))
+        for key, (one, other) in pairs.items()
+    }
     most = WINDOW_BYTES // 2 if a == b else WINDOW_BYTES
     parts = [
-        (at, start, stop)
-        for at, size in enumerate(sizes)
+        (key, start, stop)
+        for key, size in sizes.items()
         for part, cut in enumerate(windows([size], max_bytes=most))
         for _, start, stop in cut
-        if is_mine(at, part)
+        if is_mine(key, part)
     ]
-    for cuts in windows([(stop - start, sizes[at][1]) for at, start, stop in parts], max_bytes=most):
+    done, total = 0, sum(one.num_elements * itemsize_bytes(one.dtype) for one, _ in pairs.values())
+    for cuts in windows([(stop - start, sizes[key][1]) for key, start, stop in parts], max_bytes=most):
         window = [(parts[n][0], parts[n][1] + first, parts[n][1] + last) for n, first, last in cuts]
-        ours, theirs = ([part_of_piece(pairs[at][side], start, stop) for at, start, stop in window] for side in (0, 1))
+        ours, theirs = (
+            [part_of_piece(pairs[key][side], start, stop) for key, start, stop in window] for side in (0, 1)
+        )
         if a == b:
             both = a([*ours, *theirs])
             read = zip(window, both[: len(window)], both[len(window) :], strict=True)
         else:
             read = zip(window, a(ours), b(theirs), strict=True)
-        num_bytes = 0
-        for (at, start, _), mine, yours in read:
+        for (key, start, _), mine, yours in read:
             if (elements := compare(mine, yours)) is not None:
                 # Counted from the start of the window, and wanted from the start of the tensor.
                 here = replace(elements, first=elements.first + start)
-                found[at] = joined(found[at], here) if at in found else here
-            num_bytes += mine.numel() * mine.element_size()
-        passed(num_bytes)
+                found[key] = joined(found[key], here) if key in found else here
+            done += mine.nbytes
+        progress(done, total)
     return found
 
 
@@ -112,21 +114,16 @@ class StoredPairs:
         ]
         if lacking:
             return lacking, 0
-        reader = PieceReader(self.files, contents)
-        numbers = list(pairs)
+        read, before = PieceReader(self.files, contents).read, self.files.read_bytes
         # What has the same first is one finding. Parts of large tensors are shared, and so are many small ones.
         firsts = {one: number for number, one in enumerate(dict.fromkeys(one for one, _ in self.pairs))}
-        turn_of = [firsts[self.pairs[at][0]] for at in numbers]
         different = compared(
-            list(pairs.values()),
-            reader.read,
-            reader.read,
-            is_mine=lambda at, part: (turn_of[at] + part) % turns == turn,
+            pairs, read, read, is_mine=lambda at, part: (firsts[self.pairs[at][0]] + part) % turns == turn
         )
         found: dict[str, str] = {}
         for at, elements in different.items():
-            found.setdefault(self.pairs[numbers[at]][0], self.say(numbers[at], elements))
-        return list(found.values()), reader.read_bytes
+            found.setdefault(self.pairs[at][0], self.say(at, elements))
+        return list(found.values()), self.files.read_bytes - before
 
     def compare(self, channel: Channel, readers: Collection[int]) -> int:
         """Compare them, the ranks that read in turns; how many bytes this rank has read. All ranks call it together.

@@ -21,7 +21,7 @@ import torch
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name
-from shardwise.rewrite import Fragment
+from shardwise.rewrite import Checked, Fragment
 from shardwise.rewrite.strided_views import Scales, fill_of, scales_of
 from shardwise.space import Piece
 
@@ -151,6 +151,8 @@ class Place(NamedTuple):
 class Effects:
     """What a rewrite did to contents besides giving their tensors names; nothing where there was none."""
 
+    checked: Checked | None = None
+    """The rewrite itself."""
     dropped: frozenset[str] = frozenset()
     """What it has left out (`a -> _`)."""
     added: frozenset[str] = frozenset()

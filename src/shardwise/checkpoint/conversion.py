@@ -5,53 +5,42 @@ the tensors are.
 """
 
 import contextlib
-import json
-import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from functools import partial
+from typing import Literal, Self, get_args
 
 from shardwise.checkpoint.certificates import Certificate, certify_return
-from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
+from shardwise.checkpoint.contents import Contents, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
+    Copying,
     Progress,
-    WrittenCopy,
+    check_folder,
+    check_numbered,
     check_save,
     leaving_no_folder,
-    make_folder,
+    location_of,
     make_save,
-    plan_folder,
+    write_folder,
 )
-from shardwise.checkpoint.formats.registry import folder_planners, read_foreign
-from shardwise.checkpoint.likeness import Likeness
-from shardwise.checkpoint.model_files import (
-    ConfigPath,
-    as_extra,
-    files_beside,
-    files_of,
-    given_files,
-    kept_files,
-    missing_files,
-    model_files,
-    parsed_config,
-)
-from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
+from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
+from shardwise.checkpoint.formats.registry import folder_planners, read_foreign, recognise
+from shardwise.checkpoint.formats.unread import no_checkpoint
+from shardwise.checkpoint.forms import Likeness, casting, wanted_dtypes, with_averages, with_masters
+from shardwise.checkpoint.model_files import ConfigPath, ModelFiles, as_extra, missing_files
+from shardwise.checkpoint.outputs import Outputs, made_of, model_of, outputs_of, without_wrappers
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.renamed_settings import with_vocabulary
-from shardwise.checkpoint.rewritten import RewrittenContents
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import Weights, check_arguments, check_weights
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
-from shardwise.checkpoint.whole_folders import check_folder, location_of
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
-from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
+from shardwise.plan.dtypes import COMPUTE_DTYPES
+from shardwise.plan.names import holds_weights
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.sections import uncollected
-from shardwise.rewrite.spelling import quoted
 from shardwise.rewrite.verbs.quantise import QUANTISED
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
@@ -169,13 +158,14 @@ def convert(
     check_arguments(
         rewrite=rewrite, config=config, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify}
     )
-    conversion = _planned(source, to, rewrite, config, dtype, like, weights, step)
+    conversion = Conversion.of(
+        source, rewrite, to=to, config=config, dtype=dtype, like=like, weights=weights, step=step
+    )
     conversion = replace(conversion, original=_original_at(original, certify=certify))
-    if to == "pieces" or to == "whole":
-        return conversion.to_save(destination, to, certify=certify, progress=progress)
-    return conversion.to_folder(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
+    return conversion.write(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
 
 
+@uncollected()
 def preview(
     source: Address,
     destination: Address | None = None,
@@ -197,42 +187,98 @@ def preview(
     check_arguments(rewrite=rewrite, config=config, step=step, flags={})
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
-    conversion = _planned(source, to, rewrite, config, dtype, like, weights, step)
-    assert conversion.outputs.view is not None, "a rewrite was given"
+    conversion = Conversion.of(
+        source, rewrite, to=to, config=config, dtype=dtype, like=like, weights=weights, step=step
+    )
+    checked = conversion.outputs.checked
+    assert checked is not None, "a rewrite was given"
     if to != "pieces" and to != "whole":
-        plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES, places=conversion.places)
+        conversion.folder_plan(to, max_shard_bytes=MAX_SHARD_BYTES, reads=False)
         if destination is not None:
             check_folder(destination)
     elif destination is not None:
         check_save(destination)
-    return conversion.outputs.view.checked.explain()
+    return checked.explain()
 
 
-def _planned(
-    source: Address,
-    to: ConvertTarget,
-    rewrite: Rewrite | None,
-    config: ConfigPath,
-    dtype: str | None,
-    like: Address | None,
-    weights: Weights,
-    step: int | None,
-) -> "Conversion":
-    _check_form(to, dtype=dtype, like=like)
-    check_weights(weights)
-    store = store_of(source)
-    form = None if like is None else Likeness.of(like)
-    contents = read_contents(store, step=step)
-    if weights == "average":
-        from shardwise.checkpoint.averaged_weights import with_averages  # the core works without it
+def import_hf(
+    folder: Address,
+    out: Address,
+    rewrite: Rewrite | None = None,
+    *,
+    certify: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> ConvertReport:
+    """Make a save in `out` of the safetensors files in `folder`, one or several with an index.
 
-        contents, dtypes = with_averages(contents)
-        narrower = {name: each for name, each in dtypes.items() if each != contents.tensors[name].dtype}
-        if narrower and to == "hf" and dtype is None and like is None:
-            # In the dtypes in which the model computes, as without averages.
-            rounding, rewrite = _casting(narrower, contents.aliases), rewrite or without_wrappers(contents)
-            rewrite = rounding if rewrite is None else rounding >> rewrite
-    return Conversion.of(store, contents, rewrite, to=to, config=config, dtype=dtype, like=form)
+    rewrite: what is saved are its outputs. Parameters that it was not given come from `config.json`, the nested
+        `text_config` included.
+    certify: read both again, the save back through the inverse of the rewrite. Write `round-trip.json` next to its
+        manifest: for each tensor, whether it comes back; see `Certificate`. What should come back and does not is an
+        error, and leaves no save.
+
+    The save keeps `config.json` and `generation_config.json` in its extra, under "huggingface", so that `export_hf`
+    can write them again. It is made whole or not at all, in bounded memory; see `convert`.
+    Raises CheckpointError for a folder that holds no such files, or damaged ones, and RewriteError for a rewrite that
+    does not fit them.
+    """
+    check_arguments(rewrite=rewrite, flags={"certify": certify})
+    store = store_of(folder)
+    # convert takes any format; here the user has said that it is a model of Hugging Face.
+    if (kind := recognise(store)) != "safetensors":
+        what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store)
+        way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
+        raise CheckpointError(f"{what}; give a folder of safetensors files{way}")
+    conversion = Conversion.of(store, rewrite, to="whole")
+    return conversion.write(out, "whole", certify=certify, progress=progress)
+
+
+def export_hf(
+    path: Address,
+    out: Address,
+    rewrite: Rewrite | None = None,
+    *,
+    config: ConfigPath = None,
+    dtype: str | None = None,
+    weights: Weights = "current",
+    step: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    certify: bool = True,
+    original: Address | None = None,
+    progress: Progress = lambda done, total: None,
+) -> ConvertReport:
+    """Make a folder `out` of Hugging Face files of the model in the checkpoint at `path`, for `from_pretrained`.
+
+    rewrite: its outputs are written. To undo that of an import, give its `inverse()`, which finds sizes and dtypes in
+        the save. Parameters that it was not given come from `config.json`.
+    config: what else belongs there: a folder whose `config.json` and files of the tokenizer are copied, or a
+        configuration file. They go before what the save keeps: the `config.json` of the engine's model, or what
+        `import_hf` has kept. Where there is none, `missing` of the report says so.
+    dtype: in which floats are written, such as "float32": from the masters where the save has them. None: as the model
+        computed with them, in the dtype in which they are stored. A `config.json` that says another dtype is corrected.
+        Packed weights (codes of one byte, or with tensors under their names) and their modules keep their dtypes.
+    weights, step, max_shard_bytes, original: see `convert`.
+    certify: see `import_hf`; `round-trip.json` is one of the files.
+
+    The model's tensors are written in the dtype in which they are stored, a tied one once, under its own name. The
+    folder must not exist or be empty; it is made whole or not at all, in bounded memory.
+    Raises CheckpointError and RewriteError as `convert` does.
+    """
+    # The general conversion with the defaults of an export: it certifies, and never writes the state of optimizers.
+    return convert(
+        path,
+        out,
+        to="hf",
+        rewrite=rewrite,
+        config=config,
+        dtype=dtype,
+        weights=weights,
+        step=step,
+        max_shard_bytes=max_shard_bytes,
+        certify=certify,
+        original=original,
+        progress=progress,
+    )
 
 
 def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:
@@ -267,6 +313,10 @@ def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -
         raise CheckpointError(
             f"dtype={dtype!r} (--dtype) and like={like} (--like) were asked for, and both say dtypes; leave one out"
         )
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(
+            f"dtype {dtype!r} (--dtype) was asked for; floats are written in {', '.join(COMPUTE_DTYPES)}, or as stored"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,10 +327,8 @@ class Conversion:
     """That of the source."""
     contents: Contents
     """All that the source holds."""
-    given: Mapping[str, bytes]
-    """Other files that go along, and those of `config`, which go before what the source has: name -> bytes."""
-    files: Mapping[str, Any]
-    """The files on the model that the source has, `config.json` among them: name -> JSON."""
+    files: ModelFiles
+    """Other files that go along."""
     outputs: Outputs
     """What is written."""
     original: tuple[Store, Contents] | None = None
@@ -297,177 +345,180 @@ class Conversion:
     @classmethod
     def of(
         cls,
-        store: Store,
-        contents: Contents,
+        source: Address,
         rewrite: Rewrite | None,
         *,
         to: ConvertTarget,
         config: ConfigPath = None,
         dtype: str | None = None,
-        like: Likeness | None = None,
-        original: tuple[Store, Contents] | None = None,
+        like: Address | None = None,
+        weights: Weights = "current",
+        step: int | None = None,
     ) -> Self:
-        """Prepare it; `to`, `config`, `dtype` and `like`: see `convert`.
+        """Prepare it; the arguments are those of `convert`.
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
-        files = model_files(store, contents)
-        beside = {**files_beside(store, files), **(like.files if like is not None else {})}
-        given = {**beside, **given_files(config)}
-        parameters = parsed_config(given) or files.get(CONFIG)
+        _check_form(to, dtype=dtype, like=like)
+        check_weights(weights)
+        store = store_of(source)
+        form = None if like is None else Likeness.of(like)
+        contents = read_contents(store, step=step)
+        if weights == "average":
+            contents, dtypes = with_averages(contents)
+            narrower = {name: each for name, each in dtypes.items() if each != contents.tensors[name].dtype}
+            if narrower and to == "hf" and dtype is None and like is None:
+                # In the dtypes in which the model computes, as without averages.
+                rounding, rewrite = casting(narrower, contents.aliases), rewrite or without_wrappers(contents)
+                rewrite = rounding if rewrite is None else rounding >> rewrite
+        files = ModelFiles.of(store, contents, config, {} if form is None else form.files)
+        parameters = files.config
         model_only = to == "hf"
         masters: tuple[str, ...] = ()
-        source = contents
-        if dtype is not None:
-            check_dtype(dtype)
+        kept = contents
         if to not in ("pieces", "whole", "hf"):
             # Other programs train masters alone, and make working copies of them.
-            source, masters = _with_masters(contents, dict.fromkeys(contents.tensors, "float32"), None)
-            kept = {name: each for name, each in source.tensors.items() if not holds_weights(name)}
-            source = replace(source, tensors=kept)
+            kept, masters = with_masters(contents, contents, dict.fromkeys(contents.tensors, "float32"))
+            kept = replace(kept, tensors={name: each for name, each in kept.tensors.items() if not holds_weights(name)})
         if rewrite is None and to not in ("pieces", "whole"):
-            rewrite = without_wrappers(model_of(source))
+            rewrite = without_wrappers(model_of(kept))
 
-        def viewed(source: Contents, rewrite: Rewrite | None) -> RewrittenContents | None:
+        def made_by(rewrite: Rewrite | None) -> Contents:
             if rewrite is None:
-                return None
-            return view_for_conversion(source, rewrite, parameters, model_only=model_only)
+                return model_of(kept) if model_only else kept
+            return made_of(kept, rewrite, parameters, model_only=model_only)
 
-        view = viewed(source, rewrite)
-        shown: Contents = model_of(source) if view is None else view
-        packed = _packed(shown, source, view) if like is None and dtype is not None else set()
-        wanted = _wanted_dtypes(shown, packed, dtype, like)
-        # Values come out of masters, which hold more than the working copies.
-        source, more = _with_masters(source, wanted, view)
-        view = viewed(source, rewrite) if more else view
-        found = (view or model_of(source)).tensors
-        casts = {name: each for name, each in wanted.items() if each != found[name].dtype}
+        made = made_by(rewrite)
+        uncast, casts = list[str](), dict[str, str]()
+        if dtype is not None or form is not None:
+            wanted, uncast = wanted_dtypes(kept, made, dtype, form)
+            # Values come out of masters, which hold more than the working copies.
+            kept, more = with_masters(kept, made, wanted)
+            masters += more
+            made = made_by(rewrite) if more else made
+            casts = {name: each for name, each in wanted.items() if each != made.tensors[name].dtype}
         if casts:
             # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
-            statements = _casting(casts, (view or source).aliases)
-            view = viewed(source, statements if view is None else view.checked.rewrite >> statements)
-        if view is None:
-            outputs = as_they_are(model_of(source) if model_only else source)
-        else:
-            outputs = rewritten(view, model_only=model_only)
+            statements, before = casting(casts, made.aliases), made.effects.checked
+            made = made_by(statements if before is None else before.rewrite >> statements)
+        outputs = outputs_of(made, model_only=model_only)
         contents.check_tensors(outputs.tensors)
-        if view is not None:
-            files = with_vocabulary(files, view.checked)
-            own = {} if CONFIG not in given else {CONFIG: parsed_config(given)}
-            if (fitted := with_vocabulary(own, view.checked)) != own:
-                given = {**given, CONFIG: (json.dumps(fitted[CONFIG], indent=2) + "\n").encode()}
+        if outputs.checked is not None:
+            files = files.changed(partial(with_vocabulary, checked=outputs.checked))
         return cls(
             store=store,
             contents=contents,
-            given=given,
             files=files,
             outputs=outputs,
-            original=original,
-            masters=(*masters, *more),
+            masters=masters,
             cast=tuple(casts),
-            uncast=tuple(name for name in sorted(packed) if shown.tensors[name].dtype in {*COMPUTE_DTYPES} - {dtype}),
-            places={} if like is None else like.file_of,
+            uncast=tuple(uncast),
+            places={} if form is None else form.file_of,
         )
 
-    def to_save(
+    def write(
         self,
         destination: Address,
-        to: Literal["pieces", "whole"],
+        to: ConvertTarget,
         *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
         certify: bool,
         progress: Progress,
     ) -> ConvertReport:
-        """Make a save. Raises CheckpointError."""
+        """Make a save, or a folder of another format. Raises CheckpointError."""
+        copying = Copying(self.store, self.outputs, progress, certify=certify)
+        if to == "pieces" or to == "whole":
+            return self._write_save(destination, to, copying)
+        return self._write_folder(destination, to, copying, max_shard_bytes)
+
+    def _write_save(self, destination: Address, to: Literal["pieces", "whole"], copying: Copying) -> ConvertReport:
         store = store_of(destination)
         self.outputs.check_agreement(self.store)
         with leaving_no_folder(store):
-            kept = kept_files(self.given, self.files)
+            kept = self.files.for_save()
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
-            has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            digests = PassingDigests(self.outputs.contents.tensors) if certify else None
-            added = {} if has_them else as_extra(kept)
-            made = make_save(self.store, self.outputs, store, to, added, progress, digests)
-            certificate = None if digests is None else self._certified_save(store, made, digests)
+            has_them = (
+                self.contents.format == "shardwise" and kept == self.files.kept
+            )  # its settings or its extra go along
+            number = make_save(copying, store, to, {} if has_them else as_extra(kept))
+            location = f"{store.location}/{folder_of(number)}".rstrip("/")
+            certificate = None
+            if copying.digests is not None:
+                # In the folder of the save, so that pruning the save takes its certificate along.
+                name = folder_of(number) + CERTIFICATE
+                removed = "; without its certificate the save was removed again"
+                with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
+                    try:
+                        # Read anew, not kept from the writing: what is certified is what a later reader finds.
+                        certificate = self._certified(store, read_save(store, number), location, copying.digests)
+                        store.create(name, certificate.pack())
+                    except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
+                        with contextlib.suppress(CheckpointError, OSError, EOFError):
+                            remove_save(store, list_saves(store), number)
+                        raise
         # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
-        beside = {name: data for name, data in self.given.items() if name not in kept}
+        beside = {name: data for name, data in self.files.given.items() if name not in kept}
         for name, data in beside.items():
             with contextlib.suppress(FileExistsError):  # of an earlier save
                 store.create(name, data)
-        return self._report(made, files=(*kept, *beside), certificate=certificate)
+        return self._report(location, copying.read_bytes, files=(*kept, *beside), certificate=certificate)
 
-    def _certified_save(self, store: Store, made: WrittenCopy, digests: PassingDigests) -> Certificate:
-        """Certify a save, or remove it."""
-        # In the folder of the save, so that pruning the save takes its certificate along.
-        name = folder_of(made.number) + CERTIFICATE
-        removed = "; without its certificate the save was removed again"
-        with refusals(f"{store.location}/{name} cannot be written", lambda error: removed):
-            try:
-                # Read anew, not kept from the writing: what is certified is what a later reader finds.
-                written = read_save(store, made.number)
-                certificate = self._certify(store, written, made.location, digests)
-                store.create(name, certificate.pack())
-            except BaseException:  # Ctrl-C too: what was to be certified and is not must not stay
-                with contextlib.suppress(CheckpointError, OSError, EOFError):
-                    remove_save(store, list_saves(store), made.number)
-                raise
-        return certificate
-
-    def to_folder(
-        self,
-        destination: Address,
-        to: str,
-        *,
-        max_shard_bytes: int,
-        certify: bool,
-        progress: Progress,
+    def _write_folder(
+        self, destination: Address, to: ConvertTarget, copying: Copying, max_shard_bytes: int
     ) -> ConvertReport:
-        """Make a folder of another format. Raises CheckpointError."""
-        # `finish` is called in the middle of the writing; what it makes comes back in this.
-        certificates: list[Certificate] = []
         folder = check_folder(destination)
-        dtype = main_dtype(self.outputs.tensors.values())
-        added = dict(files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised))
-        plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
-        digests = PassingDigests(self.outputs.contents.tensors) if certify else None
+        beside = self.files.for_folder(self.outputs.main_dtype, is_dequantised=self._is_dequantised)
+        plan = self.folder_plan(to, max_shard_bytes=max_shard_bytes)
+        certificates: list[Certificate] = []
 
         def finish(store: Store) -> dict[str, bytes]:
-            if digests is None:
+            if copying.digests is None:
                 return {}
-            certificates.append(self._certify(store, read_foreign(store), location_of(folder), digests))
+            certificates.append(self._certified(store, read_foreign(store), location_of(folder), copying.digests))
             return {CERTIFICATE: certificates[0].pack()}
 
         self.outputs.check_agreement(self.store)
-        made = make_folder(
-            self.store,
-            self.outputs,
+        check_numbered(folder, plan)
+        write_folder(
             folder,
-            plan,
-            beside=added,
-            finish=finish,
-            progress=progress,
-            digests=digests,
+            plan.files,
+            lambda file, writer: copying.fill(file.pieces, plan.filling(file, writer)),
+            {**beside, **plan.last},
+            finish,
         )
-        missing = missing_files(added) if to == "hf" else ()
+        missing = missing_files(beside) if to == "hf" else ()
         certificate = certificates[0] if certificates else None
-        return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
+        return self._report(
+            location_of(folder), copying.read_bytes, files=tuple(beside), missing=missing, certificate=certificate
+        )
+
+    def folder_plan(self, to: ConvertTarget, *, max_shard_bytes: int, reads: bool = True) -> FolderPlan:
+        """The folder in a format; see `FolderRequest`. Raises CheckpointError where it cannot be made."""
+        if not any(is_model_name(name, self.contents.format) for name in self.outputs.tensors):
+            raise CheckpointError(
+                f"{self.outputs.contents.location} has no tensor of a model, so that there is nothing to write"
+            )
+        source = self.store if reads else None
+        request = FolderRequest(max_file_bytes=max_shard_bytes, places=self.places, source=source)
+        return folder_planners()[to](self.outputs, request)
 
     @property
     def _is_dequantised(self) -> bool:
         """Whether no narrow floats are written, though the configuration may say how they are scaled."""
         if any(tensor.dtype in QUANTISED for tensor in self.outputs.tensors.values()):
             return False
-        config = self.files.get(CONFIG)
+        config = self.files.kept.get(CONFIG)
         said = config.get("quantization_config") if isinstance(config, dict) else None
         # It may have been dequantised on the way into the save that is read now.
         is_of_narrow_floats = isinstance(said, dict) and said.get("quant_method") == "fp8"
-        return is_of_narrow_floats or (self.outputs.view is not None and bool(self.outputs.view.checked.scales))
+        checked = self.outputs.checked
+        return is_of_narrow_floats or (checked is not None and bool(checked.scales))
 
-    def _certify(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
+    def _certified(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
         return certify_return(
             self.store,
             self.outputs.contents,
-            self.outputs.view,
             store,
             written,
             location=location,
@@ -477,7 +528,8 @@ class Conversion:
 
     def _report(
         self,
-        made: WrittenCopy,
+        location: str,
+        read_bytes: int,
         *,
         files: tuple[str, ...],
         missing: tuple[str, ...] = (),
@@ -485,21 +537,21 @@ class Conversion:
     ) -> ConvertReport:
         outputs = self.outputs
         # A master that was written in the place of a working copy is not left out: its values are there.
-        used = {*outputs.contents.tensors, *self.masters}
+        used, effects = {*outputs.contents.stored.tensors, *self.masters}, outputs.contents.effects
         left_out = tuple(name for name in self.contents.tensors if name not in used)
         return ConvertReport(
             source=self.contents.location,
             source_format=self.contents.format,
-            destination=made.location,
+            destination=location,
             num_tensors=len(outputs.tensors),
             num_bytes=outputs.num_bytes,
-            read_bytes=made.read_bytes,
+            read_bytes=read_bytes,
             verified=self.contents.verifiable,
             aliases=dict(outputs.aliases),
             left_out=left_out,
             num_masters=sum(model_name_of_master(name) in used for name in left_out),
-            dropped=() if outputs.view is None else tuple(sorted(outputs.view.checked.dropped)),
-            notes=(*self.contents.notes, *(() if outputs.view is None else outputs.view.checked.notes)),
+            dropped=tuple(sorted(effects.dropped)),
+            notes=(*self.contents.notes, *effects.notes),
             from_masters=self.masters,
             cast=self.cast,
             uncast=self.uncast,
@@ -507,95 +559,3 @@ class Conversion:
             missing=missing,
             certificate=certificate,
         )
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise CheckpointError for what floats cannot be cast to."""
-    if dtype not in COMPUTE_DTYPES:
-        raise CheckpointError(
-            f"dtype {dtype!r} (--dtype) was asked for; floats are written in {', '.join(COMPUTE_DTYPES)}, or as stored"
-        )
-
-
-def _wanted_dtypes(
-    outputs: Contents, packed: Collection[str], dtype: str | None, like: Likeness | None
-) -> dict[str, str]:
-    """The dtypes that are wanted of floats among the outputs: name -> dtype.
-
-    packed: those that keep theirs. Raises CheckpointError for outputs that cannot take the form.
-    """
-    if like is not None:
-        like.check(outputs)
-    asked = dict.fromkeys(outputs.tensors.keys() - packed, dtype) if like is None else like.dtypes
-    return {
-        name: wanted
-        for name, each in outputs.tensors.items()
-        if each.dtype in COMPUTE_DTYPES
-        and is_model_name(name, outputs.format)
-        and (wanted := asked.get(name)) is not None
-    }
-
-
-_CODE_WORDS = frozenset({"int16", "uint16", "int32", "uint32"})
-
-
-def _packed(outputs: Contents, source: Contents, view: RewrittenContents | None) -> set[str]:
-    """Codes, and what may belong to them: under their names, or in their module. A cast would change what they mean.
-
-    What an optimizer has state for was trained, so it is none of them.
-    """
-    held = outputs.tensors
-    above = {name: {name[:at] for at, each in enumerate(name) if each == "."} for name in held}
-    codes = {name for names in above.values() for name in names & held.keys()}
-    # Words of several codes (GPTQ, AWQ, compressed-tensors) are whole numbers; those of 64 bits are indices.
-    modules = {
-        name.rpartition(".")[0]
-        for name, each in held.items()
-        if (each.dtype != "bool" and itemsize_bytes(each.dtype) == 1)
-        or (each.dtype in _CODE_WORDS and len(each.shape) > 1)
-    }
-    found = {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
-    trained = {split[0] for name in source.tensors if (split := split_state_name(name)) is not None}
-    return {name for name in found if trained.isdisjoint([name] if view is None else view.checked.sources_of(name))}
-
-
-def _with_masters(
-    contents: Contents, wanted: Mapping[str, str], view: RewrittenContents | None
-) -> tuple[Contents, tuple[str, ...]]:
-    """A checkpoint whose model has the values of masters where outputs are wanted in other dtypes; and these masters.
-
-    A tensor that is stored in its dtype keeps its own: a working copy is its master, rounded once.
-    """
-    tensors = dict(contents.tensors)
-    used = []
-    for output, dtype in wanted.items():
-        for name in [output] if view is None else sorted(view.checked.sources_of(output)):
-            tensor, master = tensors[name], contents.tensors.get(state_name(name, MASTER))
-            # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
-            # bytes to read.
-            if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype not in (dtype, master.dtype):
-                tensors[name] = master.renamed(name)
-                used.append(master.name)
-    return replace(contents, tensors=tensors), tuple(used)
-
-
-def _casting(casts: Mapping[str, str], aliases: Mapping[str, str]) -> Rewrite:
-    """A rewrite that casts outputs. A tie is cast under each of its names, and stays one."""
-    every = {**casts, **{alias: casts[name] for alias, name in aliases.items() if name in casts}}
-    return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name, dtype in every.items()])
-
-
-def without_wrappers(model: Contents) -> Rewrite | None:
-    """A rewrite to the names that the model has without wrappers around its modules; None where it has no other."""
-    plain = plain_names([*model.tensors, *model.aliases])
-    return Rewrite([f"{quoted(name)} -> {quoted(each)}" for name, each in plain.items()]) if plain else None
-
-
-def main_dtype(tensors: Iterable[StoredTensor]) -> str | None:
-    """The dtype of most floats; None where there are none."""
-    # By elements, not by tensors: a model may have many small norms in float32 and a few large matrices in bfloat16.
-    sizes: Counter[str] = Counter()
-    for each in tensors:
-        if each.dtype in COMPUTE_DTYPES:
-            sizes[each.dtype] += math.prod(each.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -167,8 +167,8 @@ def _difference(
     # Different shapes have no elements in common places, and without elements nothing differs.
     alike = [pair for pair in pairs if pair.finding != "shape" and pair.a.num_bytes]
     read = [p for p in alike if p.finding or not equal_unread(sides[0], p.a.name, sides[1], p.b.name)]
-    readers = PieceReader(files[0], ours), PieceReader(files[1], theirs)
-    different = _compared(read, *readers, progress)
+    a, b = PieceReader(files[0], ours), PieceReader(files[1], theirs)
+    different = compared({p.name: (p.a.whole, p.b.whole) for p in read}, a.read, b.read, progress=progress)
     rows = [row for pair in pairs if (row := _row(pair, different.get(pair.name)))] + alone
     equal = [pair for pair in pairs if pair.finding is None and pair.name not in different]
     # Each format has its own things in extra, so that any two formats would differ.
@@ -234,19 +234,6 @@ def _paired(a: Contents, b: Contents) -> tuple[list[_Pair], list[TensorDifferenc
 
 def _find(contents: Contents, name: str) -> StoredTensor | None:
     return contents.tensors.get(name) or contents.tensors.get(contents.aliases.get(name, name))
-
-
-def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Progress) -> dict[str, Elements]:
-    """How the elements of pairs differ, by name, counted in the whole tensor; equal ones are not in it."""
-    done, total = 0, sum(pair.a.num_bytes for pair in pairs)
-
-    def passed(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress(done, total)
-
-    found = compared([(pair.a.whole, pair.b.whole) for pair in pairs], a.read, b.read, passed=passed)
-    return {pairs[at].name: elements for at, elements in found.items()}
 
 
 def _row(pair: _Pair, elements: Elements | None) -> TensorDifference | None:

@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.local import LocalStore
@@ -57,6 +58,58 @@ ConfigPath = str | os.PathLike[str] | None
 """A folder or a configuration file, or nothing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The files that go with the tensors of a model that is converted."""
+
+    given: Mapping[str, bytes] = field(default_factory=dict)
+    """Those that are copied, by name. They go before what is `kept`."""
+    kept: Mapping[str, Any]
+    """Those of which the JSON is known, by name."""
+
+    @classmethod
+    def of(cls, store: Store, contents: Contents, config: ConfigPath, others: Mapping[str, bytes]) -> Self:
+        """Those of a checkpoint, a folder of Hugging Face files or of saves.
+
+        others: files that go before its own. config: a folder or a configuration file; these files go before all.
+        Raises CheckpointError for a file that cannot be read, and a configuration that is not JSON.
+        """
+        kept = model_files(store, contents)
+        return cls(given={**_beside(store, kept), **others, **_given_files(config)}, kept=kept)
+
+    @property
+    def config(self) -> Any:
+        """The configuration, or None. Raises CheckpointError where it is not JSON."""
+        return self._own.get(CONFIG) or self.kept.get(CONFIG)
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {CONFIG: parsed_json(self.given[CONFIG], CONFIG)} if CONFIG in self.given else {}
+
+    def changed(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Self:
+        """The same with what a function makes of the JSON; what it leaves as it is stays so, byte by byte."""
+        own, made = self._own, change(self._own)
+        given = {name: _as_json(each) for name, each in made.items() if each != own[name]}
+        return replace(self, given={**self.given, **given}, kept=change(self.kept))
+
+    def for_save(self) -> dict[str, Any]:
+        """What a save keeps. Raises CheckpointError for what is not JSON."""
+        return {**self.kept, **{name: parsed_json(self.given[name], name) for name in _KEPT if name in self.given}}
+
+    def for_folder(self, dtype: str | None, *, is_dequantised: bool = False) -> dict[str, bytes]:
+        """What a folder has, by name.
+
+        dtype: in which most floats are written: a configuration that says another one has it corrected, so that
+        `from_pretrained` casts nothing unasked. is_dequantised: a configuration that says how tensors are quantised no
+        longer says it.
+        """
+        every = {**self.given, **{name: _as_json(each) for name, each in self.kept.items() if name not in self.given}}
+        files = {name: data for name, data in every.items() if not (is_dequantised and "quant" in name)}
+        if CONFIG in files:
+            files[CONFIG] = _with_dtype(files[CONFIG], dtype, is_dequantised=is_dequantised)
+        return files
+
+
 def model_files(store: Store, contents: Contents) -> dict[str, Any]:
     """The files about the model that a checkpoint has in its settings or its extra, or as files: name -> JSON.
 
@@ -70,14 +123,6 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
         return {name: found[name] for name in _KEPT if name in found}
     names = {name for name in store.names() if name in _KEPT}
     return {name: read_json(store, name) for name in _KEPT if name in names}
-
-
-def files_beside(store: Store, files: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a tokenizer and their like in a folder of Hugging Face files, or of saves: name -> bytes.
-
-    files: those about the model, which may name others. See `model_files`.
-    """
-    return {name: data for name, data in _files_in(store, files).items() if name not in _KEPT}
 
 
 def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
@@ -97,6 +142,11 @@ def _files_in(store: Store, files: Mapping[str, Any] | None = None) -> dict[str,
     folders = tuple(f"{path.strip('/')}/" for path in paths if isinstance(path, str) and path.strip("/"))
     others = [name for name in names if name.startswith(folders) or (has_code and _CODE.fullmatch(name))]
     return found | {name: read_whole(store, name) for name in others if name not in found}
+
+
+def _beside(store: Store, kept: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a tokenizer and their like in a folder of Hugging Face files, or of saves: name -> bytes."""
+    return {name: data for name, data in _files_in(store, kept).items() if name not in _KEPT}
 
 
 def _values(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -125,8 +175,8 @@ def folder_files(store: Store, contents: Contents) -> dict[str, bytes]:
     """
     if contents.format in ("safetensors", "torch"):
         return _files_in(store)
-    files = model_files(store, contents)
-    return {**files_beside(store, files), **{name: _as_json(each) for name, each in files.items()}}
+    kept = model_files(store, contents)
+    return {**_beside(store, kept), **{name: _as_json(each) for name, each in kept.items()}}
 
 
 def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,12 +184,7 @@ def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
     return {_EXTRA: dict(files)} if files else {}
 
 
-def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str, Any]:
-    """What a save keeps: files that were given go before others. Raises CheckpointError for what is not JSON."""
-    return {**files, **{name: parsed_json(given[name], name) for name in _KEPT if name in given}}
-
-
-def given_files(config: ConfigPath) -> dict[str, bytes]:
+def _given_files(config: ConfigPath) -> dict[str, bytes]:
     """The files of a folder that go with the tensors of a model, or one configuration file: name -> bytes.
 
     Raises CheckpointError for a file that cannot be read, a configuration that is not JSON, and where there is none.
@@ -159,22 +204,6 @@ def given_files(config: ConfigPath) -> dict[str, bytes]:
     if CONFIG in found:
         parsed_json(found[CONFIG], f"{path}/{CONFIG}")
     return found
-
-
-def files_of(
-    given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None, *, is_dequantised: bool = False
-) -> Iterator[tuple[str, bytes]]:
-    """The files that go with the tensors of an exported model: name and bytes, one after the other.
-
-    given: see `given_files`; they go before what is `kept`, as JSON. dtype: in which most floats are written: a
-    configuration that says another one has it corrected, so that `from_pretrained` casts nothing unasked.
-    is_dequantised: a configuration that says how tensors are quantised no longer says it.
-    """
-    for name in (*given, *(each for each in kept if each not in given)):
-        if is_dequantised and "quant" in name:
-            continue
-        data = given[name] if name in given else _as_json(kept[name])
-        yield name, _with_dtype(data, dtype, is_dequantised=is_dequantised) if name == CONFIG else data
 
 
 def _as_json(value: Any) -> bytes:
@@ -221,8 +250,3 @@ def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:
                 found[name] = values[0]
                 break
     return found
-
-
-def parsed_config(given: Mapping[str, bytes]) -> Any:
-    """The configuration among given files, or None. Raises CheckpointError where it is not JSON."""
-    return parsed_json(given[CONFIG], CONFIG) if CONFIG in given else None

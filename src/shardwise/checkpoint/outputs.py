@@ -1,40 +1,36 @@
 """Outputs: the tensors that a conversion writes, those of a checkpoint as they are or what a rewrite makes of them."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from shardwise.checkpoint.comparison import joined_numbers
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.model_files import parameters_of
-from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewritten import RewrittenContents, kept_in, metas_of_contents, rewritten_contents
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import LARGE_WINDOW_BYTES, WINDOW_BYTES, PieceReader, check_whole, pieces_in_windows
+from shardwise.checkpoint.windows import (
+    LARGE_WINDOW_BYTES,
+    WINDOW_BYTES,
+    PieceReader,
+    Read,
+    check_whole,
+    pieces_in_windows,
+)
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
+from shardwise.plan.names import plain_names
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Checked, Rewrite
+from shardwise.rewrite.spelling import quoted
 from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
-
-
-class OutputReader(Protocol):
-    """Reads pieces of outputs."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of data files read so far."""
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
-
 
 _MANY_VIEWS = 64
 """A tensor of more views of its sources takes long to be cut across them."""
@@ -48,58 +44,65 @@ class Outputs:
     """What is written of a checkpoint."""
 
     contents: Contents
-    """The checkpoint that is read."""
+    """The checkpoint as it is, or what a rewrite makes of it; maybe more than is written."""
     tensors: Mapping[str, StoredTensor]
     """By name, in the order in which they are written. Their pieces are the places of their elements in the checkpoint,
     in this order, maybe under another name and in another dtype. Outputs that are put together have none.
     """
-    aliases: Mapping[str, str]
-    """Other names of outputs (ties)."""
-    settings: Mapping[str, Any]
-    view: RewrittenContents | None = None
-    """What makes them; None: they are the tensors of the checkpoint."""
     groups: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are best read together: each with the first output of its group. Others can be cut anywhere."""
+
+    @cached_property
+    def checked(self) -> Checked | None:
+        """The rewrite that makes them; None: they are as they are stored."""
+        return self.contents.effects.checked
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Other names of outputs (ties)."""
+        return {alias: name for alias, name in self.contents.aliases.items() if name in self.tensors}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all outputs."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    @property
+    def main_dtype(self) -> str | None:
+        """The dtype of most floats; None where there are none."""
+        # By elements, not by tensors: a model may have many small norms in float32 and a few large matrices in
+        # bfloat16.
+        sizes: Counter[str] = Counter()
+        for each in self.tensors.values():
+            if each.dtype in COMPUTE_DTYPES:
+                sizes[each.dtype] += math.prod(each.shape)
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
     def check_agreement(self, store: Store) -> None:
         """Raise CheckpointError where one number is made of several that are not equal to the bit: reads these."""
-        if self.view is None:
+        if not (joined := self.contents.effects.joined):
             return
         # Only those that are written: an export of the model need not refuse because of optimizer state.
-        used = {each for name in self.tensors for each in self.view.checked.sources_of(name)}
-        groups = [group for group in self.view.checked.agree if not used.isdisjoint(group)]
-        findings, _ = joined_numbers(DataFiles(store), self.view, groups).findings()
+        used = {each for name in self.tensors for each in sources_of(self.checked, name)}
+        groups = [group for group in joined if not used.isdisjoint(group)]
+        findings, _ = joined_numbers(DataFiles(store), self.contents, groups).findings()
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
     def unchanged(self, name: str) -> str | None:
         """The tensor of the checkpoint that an output is, in the same order and dtype; None where it is made."""
-        source = name if self.view is None else _unchanged_source(self.view.checked, name)
-        is_same = source is not None and self.contents.tensors[source].dtype == self.tensors[name].dtype
+        source = _unchanged_source(self.checked, name)
+        is_same = source is not None and self.contents.stored.tensors[source].dtype == self.tensors[name].dtype
         return source if is_same else None
 
-    def reader(
-        self,
-        files: DataFiles,
-        window: GrowingBuffer | None = None,
-        digests: PassingDigests | None = None,
-    ) -> "OutputReader":
-        """A reader of any pieces of the outputs, out of the files of the checkpoint.
+    def reader(self, files: DataFiles, window: GrowingBuffer | None = None) -> Read:
+        """Reads any pieces of the outputs, out of the files of the checkpoint. window: see `PieceReader`."""
+        plain = PieceReader(files, self.contents, window=window).read
+        if self.checked is None or not self.checked.quantises:
+            return plain
+        from shardwise.checkpoint.block_scales import quantising  # the core works without it
 
-        window, digests: see `PieceReader`.
-        """
-        reader = PieceReader(files, self.view or self.contents, window=window, digests=digests)
-        if self.view is None or not self.view.checked.quantises:
-            return reader
-        from shardwise.checkpoint.quantised_outputs import QuantisingReader  # the core works without it
-
-        wide = PieceReader(files, self.view, digests=digests)
-        return QuantisingReader(self.view.checked, reader, wide)
+        return quantising(self.checked, plain, PieceReader(files, self.contents).read)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -107,7 +110,7 @@ class Outputs:
         Windows are of WINDOW_BYTES. Outputs that need the same elements of the checkpoint, or need them in another
         order, share a window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
         """
-        if self.view is None:
+        if self.checked is None:
             yield from _cut(pieces)
             return
         window: list[Piece] = []
@@ -151,12 +154,6 @@ def _grain(piece: Piece, max_bytes: int) -> int:
     return grain if grain and not piece.elements.start % grain else 1
 
 
-def as_they_are(contents: Contents) -> Outputs:
-    """The tensors of a checkpoint. Raises CheckpointError where stored pieces do not make them up."""
-    check_whole(contents, contents.tensors.values())
-    return Outputs(contents=contents, tensors=contents.tensors, aliases=contents.aliases, settings=contents.settings)
-
-
 def model_of(contents: Contents) -> Contents:
     """What of a checkpoint belongs to the model."""
     tensors = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
@@ -164,7 +161,18 @@ def model_of(contents: Contents) -> Contents:
     return replace(contents, tensors=tensors, aliases=aliases)
 
 
-def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewrittenContents:
+def without_wrappers(model: Contents) -> Rewrite | None:
+    """A rewrite to the names that the model has without wrappers around its modules; None where it has no other."""
+    plain = plain_names([*model.tensors, *model.aliases])
+    return Rewrite([f"{quoted(name)} -> {quoted(each)}" for name, each in plain.items()]) if plain else None
+
+
+def sources_of(checked: Checked | None, name: str) -> Collection[str]:
+    """The stored tensors that a tensor is made of, by a rewrite or as it is."""
+    return (name,) if checked is None else checked.sources_of(name)
+
+
+def made_of(contents: Contents, rewrite: Rewrite, config: Any, *, model_only: bool) -> RewrittenContents:
     """Apply a rewrite to a checkpoint that is converted.
 
     config: the configuration of the model, or None; parameters that the rewrite lacks are looked up there.
@@ -198,36 +206,42 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
     return view
 
 
-def view_back(contents: Contents, view: RewrittenContents, written: Contents) -> RewrittenContents:
-    """What the inverse of a rewrite makes of what was written by it, where `contents` were converted."""
+def way_back_of(made: Contents, written: Contents) -> Contents:
+    """What was written of contents, as the inverse of the rewrite that has made these leads back from it."""
+    if (checked := made.effects.checked) is None:
+        return written
     # A certificate says what does not come back, so that the way back must not refuse it.
-    inverse = view.checked.inverse(lossy="allow")
-    return rewritten_contents(written, inverse, recorded=metas_of_contents(contents), settings={})
+    inverse = checked.inverse(lossy="allow")
+    return rewritten_contents(written, inverse, recorded=metas_of_contents(made.stored), settings={})
 
 
-def rewritten(view: RewrittenContents, *, model_only: bool = False) -> Outputs:
-    """What a rewrite makes of a checkpoint.
+def outputs_of(contents: Contents, *, model_only: bool = False) -> Outputs:
+    """What is written of a checkpoint, as it is or as a rewrite makes it.
 
     model_only: outputs that are not the model's are left out. What it adds (`_ -> b`) has no elements, and is left out.
     Raises CheckpointError for stored pieces that do not make up what is needed.
     """
-    contents, checked = view.stored, view.checked
+    stored, checked = contents.stored, contents.effects.checked
+    if checked is None:
+        check_whole(contents, contents.tensors.values())
+        return Outputs(contents=contents, tensors=contents.tensors)
     made = {
-        name: tensor for name, tensor in view.tensors.items() if not model_only or is_model_name(name, contents.format)
+        name: tensor
+        for name, tensor in contents.tensors.items()
+        if not model_only or is_model_name(name, stored.format)
     }
     sources = {name: sorted(checked.sources_of(name)) for name in made}
     # Only of what is written: a checkpoint without all of its optimizer state can still become a model.
     needed = dict.fromkeys(each for found in sources.values() for each in found)
-    check_whole(contents, (contents.tensors[name] for name in needed))
+    check_whole(stored, (stored.tensors[name] for name in needed))
     groups = _groups(sources)
     sizes = Counter(groups.values())
     turn = {group: turn for turn, group in enumerate(dict.fromkeys(groups.values()))}
     return Outputs(
         contents=contents,
-        tensors={name: _with_pieces(view, made[name]) for name in sorted(made, key=lambda each: turn[groups[each]])},
-        aliases={alias: name for alias, name in checked.ties.items() if name in made},
-        settings=view.settings,
-        view=view,
+        tensors={
+            name: _with_pieces(contents, checked, name) for name in sorted(made, key=lambda each: turn[groups[each]])
+        },
         # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
         # window goes, for each part would read the same blocks again.
         groups={
@@ -239,9 +253,9 @@ def rewritten(view: RewrittenContents, *, model_only: bool = False) -> Outputs:
     )
 
 
-def _with_pieces(view: RewrittenContents, output: StoredTensor) -> StoredTensor:
+def _with_pieces(contents: Contents, checked: Checked, name: str) -> StoredTensor:
     """An output, with its pieces where the checkpoint has its elements in this order."""
-    source = _unchanged_source(view.checked, output.name)
+    output, source = contents.tensors[name], _unchanged_source(checked, name)
     if source is None:
         return output
     whole = output.whole
@@ -253,15 +267,15 @@ def _with_pieces(view: RewrittenContents, output: StoredTensor) -> StoredTensor:
             # Those of the source are of other blocks, or of the elements before a cast; what is written has its own.
             checksums=None,
         )
-        for each in view.stored.tensors[source].pieces
+        for each in contents.stored.tensors[source].pieces
     )
     return replace(output, pieces=pieces)
 
 
-def _unchanged_source(checked: Checked, name: str) -> str | None:
+def _unchanged_source(checked: Checked | None, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
-    if checked.is_scales(name):
-        return None
+    if checked is None or checked.is_scales(name):
+        return name if checked is None else None
     value = checked.value(name)
     return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
 

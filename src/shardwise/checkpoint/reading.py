@@ -30,6 +30,7 @@ import torch
 
 from shardwise.checkpoint.blocks import BlockSums, damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import StoredSpan
 from shardwise.checkpoint.stores import Reader, Store, open_data, reason
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
@@ -108,9 +109,17 @@ class DataFiles:
     `close` or until nobody has this any more.
     """
 
-    def __init__(self, store: Store, *, turns_with: "DataFiles | None" = None) -> None:
-        """turns_with: files of another store, which never read while these do; both have one memory and its threads."""
+    def __init__(
+        self, store: Store, *, turns_with: "DataFiles | None" = None, digests: PassingDigests | None = None
+    ) -> None:
+        """turns_with: files of another store, which never read while these do; both have one memory and its threads.
+
+        digests: see all that readers of pieces read.
+        """
         self.store = store
+        self.digests = digests
+        self.read_bytes = 0
+        """Bytes that readers of pieces have read so far."""
         self.num_ahead = store.parallel_reads if store.parallel_reads > 1 else 0
         """So many requests are begun before what they bring is needed; 0 where they cost no waiting."""
         self._turns_with = turns_with  # its threads end with it

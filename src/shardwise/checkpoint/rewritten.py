@@ -261,7 +261,12 @@ class RewrittenContents(Contents):
         checked = self.checked
         dropped = frozenset(checked.dropped)
         return Effects(
-            dropped=dropped, added=checked.added, joined=checked.agree, unfit=self.unfit, notes=checked.notes
+            checked=checked,
+            dropped=dropped,
+            added=checked.added,
+            joined=checked.agree,
+            unfit=self.unfit,
+            notes=checked.notes,
         )
 
     def places(self, piece: Piece, name: str) -> Sequence[Place]:

@@ -7,13 +7,12 @@ from itertools import chain, repeat
 from typing import TypeVar
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.formats.registry import read_foreign, recognise
+from shardwise.checkpoint.formats.registry import is_unfinished, read_foreign, recognise
 from shardwise.checkpoint.formats.unread import no_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, listed_once, refusals, store_of
-from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.errors import CheckpointError, MismatchError, PeerError, ShardwiseError

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.model_files import model_files
-from shardwise.checkpoint.outputs import model_of, view_for_conversion
+from shardwise.checkpoint.outputs import made_of, model_of
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.stores import Address, store_of
@@ -67,7 +67,7 @@ def inverse_like(rewrite: Rewrite, original: Address, *, lossy: Lossy = "refuse"
     store = store_of(original)
     contents = read_contents(store)
     config = model_files(store, contents).get(CONFIG)
-    return view_for_conversion(contents, rewrite, config, model_only=True).checked.inverse(lossy=lossy)
+    return made_of(contents, rewrite, config, model_only=True).checked.inverse(lossy=lossy)
 
 
 def way_back(source: Address, original: Address, *, step: int | None = None, lossy: Lossy = "refuse") -> Rewrite | None:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import StoredTensor
+from shardwise.checkpoint.destinations import Folder, check_folder, write_folder
 from shardwise.checkpoint.formats.huggingface.writing import index_of, shards_of
-from shardwise.checkpoint.model_files import files_of
+from shardwise.checkpoint.model_files import ModelFiles
 from shardwise.checkpoint.safetensors_files import DataFile, JoinedWrites
 from shardwise.checkpoint.stores import Writer
-from shardwise.checkpoint.whole_folders import Folder, check_folder, write_folder
 from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.adapters import MergedModel
@@ -69,5 +69,5 @@ def save_merged(engine: Engine[nn.Module], folder: str | os.PathLike[str], *, ma
         kept = settings_of_model(merged.base).get(MODEL_FILES, {})
         if CONFIG in kept and merged.is_untied():
             kept[CONFIG]["tie_word_embeddings"] = False
-        small = {**dict(files_of({}, kept, None)), **index_of(shards)}
+        small = {**ModelFiles(kept=kept).for_folder(None), **index_of(shards)}
         write_folder(path, {shard.name: shard.file for shard in shards}, fill, small)

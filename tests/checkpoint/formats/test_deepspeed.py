@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.formats.deepspeed.saved_groups import loss_scale_of
+from shardwise.checkpoint.formats.deepspeed.universal import loss_scale_of
 from shardwise.checkpoint.formats.optimizer_settings import optimizer_settings
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.formats.torch_files.pickle_writer import pickled
-from shardwise.checkpoint.formats.torch_files.pickles import parse
+from shardwise.checkpoint.formats.torch_files.pickles import parse, pickled
 from shardwise.errors import CheckpointError
 from tests.properties import tried
 

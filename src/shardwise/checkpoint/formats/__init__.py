@@ -7,6 +7,6 @@ huggingface dcp deepspeed megatron torch_save gguf     one file or folder each, 
 torch_files                        files of `torch.save`: archives and pickles, whose code never runs
 state_dicts optimizer_states       the model's names for what such a file holds
 found_tensors optimizer_settings   the same for flat vectors and groups of other programs
-strided numbered_files shard_index saved_boxes newest_save     what several formats share
+strided model_shards saved_boxes    what several formats share
 unread                             what is none, in words
 """

@@ -15,7 +15,6 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.safetensors_files import Sink
 from shardwise.checkpoint.stores import Store, Writer
-from shardwise.checkpoint.whole_folders import PlannedFile
 from shardwise.space import Piece
 
 
@@ -26,8 +25,12 @@ class Filling(Sink, Protocol):
         """Hand everything to the writer."""
 
 
-class FilledFile(PlannedFile, Protocol):
+class FilledFile(Protocol):
     """A file with pieces of the outputs."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole file, known before it is written."""
 
     @property
     def pieces(self) -> Sequence[Piece]:

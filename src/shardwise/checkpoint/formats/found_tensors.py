@@ -1,7 +1,7 @@
-"""What is found in files of other programs: tensors by the names of parameters, groups of the optimizer, notes."""
+"""What is found in files of other programs: the newest save, tensors by names of parameters, groups, notes."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,8 @@ from shardwise.checkpoint.contents import StoredPiece, StoredTensor
 from shardwise.checkpoint.formats.optimizer_settings import optimizer_settings
 from shardwise.checkpoint.formats.strided import TensorPlace
 from shardwise.checkpoint.formats.torch_files.saved_values import number_of
-from shardwise.checkpoint.stores import OpenFile, value_name
+from shardwise.checkpoint.stores import OpenFile, Store, read_whole, value_name
+from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import split_state_name, state_name
 from shardwise.plan.saved_settings import NUMBERED
@@ -106,3 +107,20 @@ def number_at(opened: OpenFile, value: object) -> float | None:
     if isinstance(value, TensorPlace) and not value.shape:
         value = number_of(opened.read(value.start, itemsize_bytes(value.dtype)), value.dtype)
     return float(value) if isinstance(value, int | float) and abs(value) < _MAX_COUNT else None
+
+
+def newest_save(
+    store: Store, names: Sequence[str], latest: str, folder_of: Callable[[str], str] = lambda said: said
+) -> str:
+    """The folder of the save that the file `latest` names, with "/" at its end. names: of all files in the store.
+
+    folder_of: the folder for what the file says. Raises CheckpointError for a save that is not there.
+    """
+    # The name of a folder, and whatever else is in a file that has this name by chance.
+    said = read_whole(store, latest)[:4096].decode(errors="replace").strip()
+    folder = f"{folder_of(said)}/"
+    if not any(name.startswith(folder) for name in names):
+        raise CheckpointError(
+            f"{store.location}/{latest} names the save {said[:100]!r}, which is not there; name the folder of a save"
+        )
+    return folder

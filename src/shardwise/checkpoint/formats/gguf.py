@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents, can_exist, printable
 from shardwise.checkpoint.formats.format import Format
-from shardwise.checkpoint.formats.numbered_files import parts_of_set
+from shardwise.checkpoint.formats.model_shards import parts_of_set
 from shardwise.checkpoint.formats.strided import TensorPlace, stored_tensor
 from shardwise.checkpoint.stores import OneFile, OpenFile, Store, about
 from shardwise.errors import CheckpointError, few_of

@@ -12,6 +12,7 @@ from shardwise.checkpoint.outputs import Outputs
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.names import split_state_name
 from shardwise.plan.saved_settings import settings_to_json, stored_optimizers, take_over
+from shardwise.space import Piece
 
 _OWN_ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction"})
 _AS_TORCH: Mapping[str, Any] = MappingProxyType({"amsgrad": False, "maximize": False})
@@ -92,10 +93,21 @@ def groups_of_torch(settings: Mapping[str, Any], *, idle: bool = False) -> list[
     return found
 
 
+def trained_names(outputs: Outputs) -> list[str]:
+    """The parameters that have state of an optimizer."""
+    split = filter(None, map(split_state_name, outputs.tensors))
+    return list(dict.fromkeys(parameter for parameter, _ in split))
+
+
+def counts_of(outputs: Outputs) -> list[Piece]:
+    """How often parameters were updated: a number for each."""
+    splits = ((each, split_state_name(name)) for name, each in outputs.tensors.items())
+    return [each.whole for each, split in splits if split is not None and split[1] == "step"]
+
+
 def check_owners(outputs: Outputs) -> None:
     """Raise CheckpointError for state of parameters that are not written, which no program could load."""
-    split = filter(None, map(split_state_name, outputs.tensors))
-    if lost := sorted({parameter for parameter, _ in split} - outputs.tensors.keys()):
+    if lost := sorted({*trained_names(outputs)} - outputs.tensors.keys()):
         raise CheckpointError(
             f"the optimizer has state of {few_of(lost)}, and no tensor is called so, so that no program could load it. "
             "If these are numbers, load it into TorchState(model, optimizer), whose order tells them, save that, "

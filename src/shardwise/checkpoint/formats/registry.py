@@ -26,10 +26,19 @@ from importlib.metadata import EntryPoint, entry_points
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.formats.format import Format, Planner
 from shardwise.checkpoint.stores import OneFile, Store
-from shardwise.checkpoint.whole_folders import CLAIM
 from shardwise.errors import CheckpointError
 
-__all__ = ["DATA", "GROUP", "folder_planners", "format_of", "formats", "read_foreign", "recognise"]
+__all__ = [
+    "CLAIM",
+    "DATA",
+    "GROUP",
+    "folder_planners",
+    "format_of",
+    "formats",
+    "is_unfinished",
+    "read_foreign",
+    "recognise",
+]
 
 GROUP = "shardwise.formats"
 """Of entry points."""
@@ -45,6 +54,16 @@ _OF_SAVE = re.compile(r"save-([0-9]{8}|[1-9][0-9]{8,199})")
 _MANIFEST = re.compile(rf"({_OF_SAVE.pattern}/)?manifest\.json")
 DATA = re.compile(r"[0-9a-f]{8}-rank[0-9]+\.safetensors")
 """Data of a save of ours, which is nothing without its manifest."""
+
+CLAIM = ".shardwise.new"
+"""In the folder of a store that is being written, or was when its writer died. One of several writers creates it."""
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
+"""Names of folders in which a conversion, or a trainer, writes until all is there."""
+
+
+def is_unfinished(path: str) -> bool:
+    """Whether a path leads into a folder that is being written, or was when its writer died."""
+    return any(_UNFINISHED.fullmatch(part) for part in path.split("/"))
 
 
 @cache

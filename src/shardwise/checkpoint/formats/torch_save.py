@@ -16,9 +16,14 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.formats.format import Format
-from shardwise.checkpoint.formats.numbered_files import as_one_of, check_numbers, unnamed_notes
+from shardwise.checkpoint.formats.model_shards import (
+    as_one_of,
+    check_numbers,
+    index_problems,
+    read_index,
+    unnamed_notes,
+)
 from shardwise.checkpoint.formats.optimizer_states import Parameters
-from shardwise.checkpoint.formats.shard_index import index_problems, read_index
 from shardwise.checkpoint.formats.state_dicts import FoundState, find_state, plain_values
 from shardwise.checkpoint.formats.strided import stand_ins
 from shardwise.checkpoint.formats.torch_files.saved_values import read_file

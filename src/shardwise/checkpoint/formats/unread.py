@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.checkpoint.contents import printable
-from shardwise.checkpoint.formats.numbered_files import JOIN_META, OF_META
-from shardwise.checkpoint.formats.registry import DATA, format_of
+from shardwise.checkpoint.formats.model_shards import JOIN_META, OF_META
+from shardwise.checkpoint.formats.registry import CLAIM, DATA, format_of, is_unfinished
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import OneFile, Store
-from shardwise.checkpoint.whole_folders import CLAIM, is_unfinished
 from shardwise.errors import few_of
 
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from shardwise.checkpoint.formats.dcp.reading import parts_of, read_contents
-from shardwise.checkpoint.formats.dcp.training_state import TITAN_NAMES, TORCH_NAMES, plan_folder
+from shardwise.checkpoint.formats.dcp.writing import TITAN_NAMES, TORCH_NAMES, plan_folder
 from shardwise.checkpoint.formats.format import Format
 
 FORMAT = Format(

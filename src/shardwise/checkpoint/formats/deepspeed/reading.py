@@ -19,10 +19,14 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.formats.deepspeed.flat import FlatRun, Shapes, runs_of_each, runs_of_vectors
-from shardwise.checkpoint.formats.deepspeed.saved_groups import loss_scale_of, shapes_of, vectors_of
-from shardwise.checkpoint.formats.deepspeed.universal import add_universal, is_universal
-from shardwise.checkpoint.formats.found_tensors import FoundTensors, number_at
-from shardwise.checkpoint.formats.newest_save import newest_save
+from shardwise.checkpoint.formats.deepspeed.universal import (
+    add_universal,
+    is_universal,
+    loss_scale_of,
+    shapes_of,
+    vectors_of,
+)
+from shardwise.checkpoint.formats.found_tensors import FoundTensors, newest_save, number_at
 from shardwise.checkpoint.formats.optimizer_states import NumberedOptimizer, Parameters, is_optimizer, named_parameters
 from shardwise.checkpoint.formats.state_dicts import placed, plain_values
 from shardwise.checkpoint.formats.strided import TensorPlace, stored_tensor

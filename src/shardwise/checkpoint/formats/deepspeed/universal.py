@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.checkpoint.contents import is_model_name
-from shardwise.checkpoint.formats.deepspeed.saved_groups import loss_scale_of, shapes_of, vectors_of
+from shardwise.checkpoint.contents import can_exist, is_model_name
+from shardwise.checkpoint.formats.deepspeed.flat import Shapes
 from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
 from shardwise.checkpoint.formats.found_tensors import FoundTensors, number_at
-from shardwise.checkpoint.formats.optimizer_settings import check_owners, groups_of_torch
+from shardwise.checkpoint.formats.optimizer_settings import check_owners, counts_of, groups_of_torch, trained_names
 from shardwise.checkpoint.formats.optimizer_states import is_optimizer
 from shardwise.checkpoint.formats.strided import TensorPlace, stored_tensor
 from shardwise.checkpoint.formats.torch_files.archive_writer import (
@@ -32,7 +32,7 @@ from shardwise.checkpoint.formats.torch_files.archive_writer import (
     saved_tensor,
 )
 from shardwise.checkpoint.formats.torch_files.pickles import MadeObject, Named
-from shardwise.checkpoint.formats.torch_files.saved_values import read_dict, read_file
+from shardwise.checkpoint.formats.torch_files.saved_values import UnknownObject, read_dict, read_file
 from shardwise.checkpoint.local import checked_name
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
@@ -49,6 +49,38 @@ _VERSION = "0.19.8"
 """Of DeepSpeed, whose files these are like; it asks for one of at least 0.3.17."""
 
 _STEP = "step"
+
+
+def shapes_of(groups: object) -> list[Shapes]:
+    """Return the `param_shapes` of a file of the model: those of each flat vector. Raises CheckpointError."""
+    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        raise CheckpointError("a file of the model does not say the shapes of what is flat (param_shapes)")
+    for name, shape in ((name, shape) for each in groups for name, shape in each.items()):
+        whole = isinstance(shape, tuple | list) and all(type(size) is int and size >= 0 for size in shape)
+        if not (isinstance(name, str) and whole and can_exist(shape, 8)):
+            raise CheckpointError(f"param_shapes has no shape for {name!r:.100}")
+    return [{name: tuple(shape) for name, shape in each.items()} for each in groups]
+
+
+def vectors_of(group: Mapping[str, Any], count: int) -> list[int]:
+    """Return which of `count` vectors a group of the optimizer updates. Raises CheckpointError."""
+    numbers = group.get("params")
+    if not isinstance(numbers, list) or not all(type(each) is int and 0 <= each < count for each in numbers):
+        raise CheckpointError("a group of the optimizer does not number its vectors")
+    return numbers
+
+
+def loss_scale_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of the settings for the dynamic scale of losses; none where the scale is fixed."""
+    scaler = optimizer.get("loss_scaler")
+    state = scaler.state if isinstance(scaler, UnknownObject) else optimizer
+    if not (isinstance(state, Mapping) and (optimizer.get("dynamic_loss_scale") is True)):
+        return {}
+    scale, window = state.get("cur_scale"), state.get("scale_window")
+    at, last = state.get("cur_iter"), state.get("last_overflow_iter")
+    if not (isinstance(scale, int | float) and scale > 0 and type(at) is type(last) is type(window) is int):
+        return {}
+    return {"loss_scale": {"scale": float(scale), "in_a_row": max(0, at - last - 1) % max(1, window)}}
 
 
 def is_universal(store: Store, folder: str) -> bool:
@@ -173,13 +205,11 @@ def _groups(outputs: Outputs) -> Groups:
     """The groups of the optimizer. Without any, all with state are one group, and without state all floats are."""
     groups = [
         ([name for name in names if name in outputs.tensors], settings)
-        for names, settings in groups_of_torch(outputs.settings)
+        for names, settings in groups_of_torch(outputs.contents.settings)
     ]
     if groups:
         return groups
-    split = filter(None, map(split_state_name, outputs.tensors))
-    names = list(dict.fromkeys(parameter for parameter, _ in split)) or list(_floats(outputs))
-    return [(names, {})]
+    return [(trained_names(outputs) or list(_floats(outputs)), {})]
 
 
 def _floats(outputs: Outputs) -> Iterator[str]:
@@ -190,8 +220,7 @@ def _floats(outputs: Outputs) -> Iterator[str]:
 
 def _optimizer_state(outputs: Outputs, groups: Groups, trained: Collection[str]) -> Archive:
     numbered = [{**settings, "params": [number]} for number, (_, settings) in enumerate(groups)]
-    counts = [each for name, each in outputs.tensors.items() if (split_state_name(name) or ("", ""))[1] == _STEP]
-    steps: list[Piece] = [each.whole for each in counts[:1]]
+    steps = counts_of(outputs)[:1]
     state = {0: {_STEP: saved_tensor(0, steps[0])}} if steps else {}
     # Stages 1 and 2 take the groups here, stage 3 those of the inner dict, and the count of the first state.
     inner = {"state": state, "param_groups": numbered}

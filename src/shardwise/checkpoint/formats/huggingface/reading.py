@@ -13,9 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.formats.numbered_files import as_one_of, check_numbers, unnamed_notes
+from shardwise.checkpoint.formats.model_shards import (
+    as_one_of,
+    check_numbers,
+    index_problems,
+    read_index,
+    unnamed_notes,
+)
 from shardwise.checkpoint.formats.saved_boxes import SHARDING_INFO, boxes_in, saved_offsets
-from shardwise.checkpoint.formats.shard_index import index_problems, read_index
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import Findings, OneFile, OpenFile, Store, about
 from shardwise.errors import CheckpointError, few_of

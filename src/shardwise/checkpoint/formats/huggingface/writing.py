@@ -44,7 +44,7 @@ def _metadata(contents: Contents) -> dict[str, str]:
     """The metadata of the files: that of the source, and the writer of the layout."""
     kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
     # Files of Hugging Face name ties in their metadata; `aliases` has these, and the writer names them anew.
-    ties = contents.aliases.keys()
+    ties = contents.stored.aliases.keys()
     return {"format": "pt"} | {key: text for key, text in kept.items() if key not in ties}
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.formats.dcp import reading as dcp
-from shardwise.checkpoint.formats.found_tensors import FoundTensors
+from shardwise.checkpoint.formats.found_tensors import FoundTensors, newest_save
 from shardwise.checkpoint.formats.megatron import legacy
 from shardwise.checkpoint.formats.megatron.names import in_shape, is_flat_bucket, model_tensors
 from shardwise.checkpoint.formats.megatron.optimizer import MegatronOptimizer, arguments_of
-from shardwise.checkpoint.formats.newest_save import newest_save
 from shardwise.checkpoint.formats.state_dicts import plain_values
 from shardwise.checkpoint.formats.torch_files.saved_values import read_dict
 from shardwise.checkpoint.manifest import packed

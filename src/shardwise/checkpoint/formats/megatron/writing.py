@@ -19,7 +19,7 @@ from shardwise.checkpoint.formats.dcp.writing import DcpObject, DcpTensor, plan_
 from shardwise.checkpoint.formats.format import FolderPlan, FolderRequest
 from shardwise.checkpoint.formats.megatron.names import StackedTensors, is_megatron_name, linear_of, stacked
 from shardwise.checkpoint.formats.megatron.optimizer import group_of_megatron, is_decayed
-from shardwise.checkpoint.formats.optimizer_settings import groups_of_torch
+from shardwise.checkpoint.formats.optimizer_settings import counts_of, groups_of_torch
 from shardwise.checkpoint.formats.torch_files.archive_writer import Archive, ArchiveFile, ArchiveFilling, saved_tensor
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.reading import DataFiles
@@ -111,7 +111,7 @@ def _common(outputs: Outputs, store: Store | None, step: int | None) -> Archive:
     objects = outputs.contents.extra.get("objects", {})
     if isinstance(objects, dict) and isinstance(schedule := objects.get("opt_param_scheduler"), dict):
         value["opt_param_scheduler"] = schedule
-    counts = [each.whole for name, each in outputs.tensors.items() if (split_state_name(name) or ("", ""))[1] == _STEP]
+    counts = counts_of(outputs)
     updates = _updates(outputs, store, counts)
     if not (groups := _groups(outputs)):
         return Archive(value)
@@ -132,7 +132,7 @@ def _updates(outputs: Outputs, store: Store | None, counts: Sequence[Piece]) -> 
     """How often the parameters were updated: Megatron has one number for all. Raises CheckpointError for several."""
     if store is None or not counts:
         return None
-    read = {float(each) for part in outputs.reader(DataFiles(store)).read(counts) for each in part}
+    read = {float(each) for part in outputs.reader(DataFiles(store))(counts) for each in part}
     if len(read) > 1 or not all(each.is_integer() for each in read):
         raise CheckpointError(
             f"parameters were updated {' and '.join(f'{each:g}' for each in sorted(read))} times, and Megatron has one "
@@ -145,7 +145,7 @@ def _groups(outputs: Outputs) -> list[dict[str, Any]]:
     """The groups that Megatron makes: of what decays, and of what does not. Raises CheckpointError for others."""
     if not any(map(split_state_name, outputs.tensors)):
         return []  # it was never updated
-    stored = groups_of_torch(outputs.settings)
+    stored = groups_of_torch(outputs.contents.settings)
     if not stored:
         raise CheckpointError(
             "it has state of an optimizer, and no settings of one, which Megatron needs. Save it with its optimizer, "

@@ -20,8 +20,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.checkpoint.formats.torch_files.pickle_writer import pickled
-from shardwise.checkpoint.formats.torch_files.pickles import MadeObject, Named, Persistent
+from shardwise.checkpoint.formats.torch_files.pickles import MadeObject, Named, Persistent, pickled
 from shardwise.checkpoint.formats.torch_files.saved_values import STORAGES
 from shardwise.checkpoint.safetensors_files import JoinedWrites
 from shardwise.checkpoint.stores import Writer

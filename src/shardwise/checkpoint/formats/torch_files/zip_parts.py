@@ -40,6 +40,7 @@ _EDGE_BYTES = 4096
 _MAX_DIRECTORY_BYTES = 1 << 26
 _MAX_NAME_BYTES = 512
 _CHUNK_BYTES = 1 << 20
+_MAX_FILL_BYTES = 63
 _MAX_PART_BYTES = 1 << 28
 """Of a part that is read as a whole: a million tensors take less."""
 _HEADER = struct.Struct("<4s5H3L2H")
@@ -220,7 +221,8 @@ class PartCheck(NamedTuple):
 
 def has_archives(read: Read, size: int) -> bool:
     """Whether a file of `size` bytes begins or ends as archives do."""
-    return read(0, min(size, len(SIGNATURE))) == SIGNATURE or _ends(read, size)
+    begins = read(0, min(size, len(SIGNATURE))) == SIGNATURE
+    return begins or (size >= _END.size and read(size - _END.size, len(_END_SIGNATURE)) == _END_SIGNATURE)
 
 
 def check_archives(read: Read, size: int) -> Iterator[PartCheck]:
@@ -228,20 +230,19 @@ def check_archives(read: Read, size: int) -> Iterator[PartCheck]:
 
     Raises CheckpointError for a directory that is damaged; what is before it cannot be found then.
     """
-    end = size
-    while end:
-        if not _ends(read, end):
-            raise CheckpointError(f"byte {end:,} is not the end of an archive of torch.save")
-        archive = ZipParts(read, end)
+    stop = size
+    while stop:
+        # Archives that a conversion writes begin after a multiple of 64 bytes: zeros may fill up what is before.
+        first = max(0, stop - _END.size - _MAX_FILL_BYTES)
+        tail = read(first, stop - first)
+        end = tail.rfind(_END_SIGNATURE) + _END.size
+        if not _END.size <= end <= len(tail) or any(tail[end:]):
+            raise CheckpointError(f"byte {stop:,} is not the end of an archive of torch.save")
+        archive = ZipParts(read, first + end)
         for name in archive.names():
             start, num_bytes = archive.place(name)
             found = 0
             for at in range(start, start + num_bytes, _CHUNK_BYTES):
                 found = zlib.crc32(read(at, min(_CHUNK_BYTES, start + num_bytes - at)), found)
             yield PartCheck(name, start, num_bytes, archive.is_sum_of(name, found))
-        end = archive.start
-
-
-def _ends(read: Read, end: int) -> bool:
-    """Whether an archive ends before the byte `end`."""
-    return end >= _END.size and read(end - _END.size, len(_END_SIGNATURE)) == _END_SIGNATURE
+        stop = archive.start
