@@ -53,8 +53,8 @@ ONE_ROUND_BYTES_ALONE = 48 << 20
 ROUND_BYTES = 4 << 20
 """So much a rank reads in a round for others. A message out and one in are at most as large.
 
-Each page of a buffer is a fault, and each round an exchange: for 128 MiB, twice 8 MiB take 4,400 faults of 4 microseconds
-and 16 exchanges of 270, twice 4 MiB take 2,200 and 32, and stay in the cache.
+Each page of a buffer is a fault, and each round an exchange: for 128 MiB, twice 8 MiB take 4,400 faults of 4
+microseconds and 16 exchanges of 270, twice 4 MiB take 2,200 and 32, and stay in the cache.
 """
 
 OWN_BYTES = 1 << 20
