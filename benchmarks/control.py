@@ -65,7 +65,7 @@ from shardwise.engine.step.exchange import (
 from shardwise.engine.step.figures import Divisors, FigureMaking, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
 from shardwise.engine.step.reports import RankTimes
-from shardwise.engine.telemetry.rank_times import packed
+from shardwise.engine.telemetry import packed
 from shardwise.plan import Merge, Plan
 from shardwise.space import Mesh
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.samples.config_samples import sample_for
+from shardwise.engine.samples import sample_for
 from shardwise.errors import PeerError
 
 TOLERANCE = 1e-9

@@ -67,6 +67,8 @@ def main() -> None:
         for at in range(1, arguments.runs + 1):
             output, began = KEPT / f"run-{at}.txt", time.monotonic()
             command = [sys.executable, "-m", "pytest", "-n", str(arguments.workers), "--dist", "worksteal", "-q"]
+            # Beside processes without end a test of ten seconds takes minutes; one that hangs is found in any case.
+            command += ["--timeout", "600", "-o", "faulthandler_timeout=900"]
             with output.open("w", encoding="utf-8") as file:
                 code = subprocess.run(
                     [*command, "-m", "not stress", *(f"tests/{each}" for each in WHAT)],

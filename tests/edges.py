@@ -18,15 +18,15 @@ from typing import Any
 SOURCE = Path(__file__).parents[1] / "src"
 
 EDGES = {
-    "averages of the weights": ["engine/averages"],
-    "generation": ["engine/generation"],
-    "metrics": ["engine/metrics"],
-    "telemetry": ["engine/telemetry"],
+    "averages of the weights": ["engine/averages.py"],
+    "generation": ["engine/generation.py"],
+    "metrics": ["engine/metrics.py"],
+    "telemetry": ["engine/telemetry.py"],
     "rules found": ["engine/tensor/auto", "plan/tensor_inference.py"],
     "proof of regions": ["engine/tensor/proof"],
-    "samples by configurations": ["engine/samples"],
+    "samples by configurations": ["engine/samples.py"],
     "records of models": ["plan/model_records.py"],
-    "packed weights": ["engine/packed"],
+    "packed weights": ["engine/packed.py"],
     "peft": ["engine/adapters.py", "plan/adapted_maps.py"],
     "trainers of others": ["hf", "lightning", "accelerate", "trainers"],
     "averages of checkpoints": ["checkpoint/averages.py"],
@@ -37,6 +37,7 @@ EDGES = {
     **{f"the format {each}": [f"checkpoint/formats/{each}.py"] for each in ("torch_save", "gguf")},
     "pictures": ["pictures"],
     "the command line": ["cli", "pictures", "train"],
+    "verification": ["cli", "pictures", "train", "verification"],
 }
 """What is deleted, by the name of the edge; under src/shardwise."""
 

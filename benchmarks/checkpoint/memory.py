@@ -102,3 +102,10 @@ class _CountingReader(LocalReader):
     def read_into(self, buffer: memoryview, start: int) -> None:
         self._store.add(buffer.nbytes)
         super().read_into(buffer, start)
+
+    @contextmanager
+    def mapped(self, start: int, num_bytes: int) -> Iterator[memoryview | None]:
+        """All that is mapped counts as read: the kernel has to have it."""
+        with super().mapped(start, num_bytes) as memory:
+            self._store.add(0 if memory is None else num_bytes)
+            yield memory

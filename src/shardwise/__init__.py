@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.adapters import load_adapters, save_adapters
-    from shardwise.engine.full_state import full_state_dict
+    from shardwise.engine.engine import full_state_dict
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from shardwise.moving import exchange, reshard, reshard_tensor
     from shardwise.plan import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
+    from shardwise.runs.preemption import Preemption
     from shardwise.space import Mesh, Piece
     from shardwise.train.merged_folders import save_merged
-    from shardwise.train.preemption import Preemption
-    from shardwise.train.verification.verifier import verify
+    from shardwise.verification.verifier import verify
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _ROOM_OF = {
     "Pipeline": "plan",
     "Plan": "plan",
     "Precision": "plan",
-    "Preemption": "train.preemption",
+    "Preemption": "runs.preemption",
     "Recorded": "comm",
     "Replicas": "checkpoint",
     "Rewrite": "rewrite",
@@ -56,7 +56,7 @@ _ROOM_OF = {
     "default_channel": "comm",
     "exchange": "moving",
     "full": "checkpoint",
-    "full_state_dict": "engine.full_state",
+    "full_state_dict": "engine.engine",
     "load": "checkpoint",
     "load_adapters": "engine.adapters",
     "parallelize": "engine",
@@ -69,7 +69,7 @@ _ROOM_OF = {
     "save_merged": "train.merged_folders",
     "simulate": "comm",
     "stream": "checkpoint",
-    "verify": "train.verification.verifier",
+    "verify": "verification.verifier",
 }
 
 _ROOMS = ("checkpoint",)

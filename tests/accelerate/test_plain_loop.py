@@ -1,5 +1,6 @@
 """The loop of accelerate beyond the contract of adapters: what is refused, memory, threads, and skipped updates."""
 
+import json
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardwise as sw
 from shardwise.accelerate import Accelerator
 from shardwise.errors import ModelError
-from tests.accelerate.accelerate_loops import CLIP, PLANS, ROWS, on_ranks, plainly, settings_of_threads
+from tests.accelerate.accelerate_loops import CLIP, PLANS, ROWS, Run, on_ranks, plainly, settings_of_threads, train
 from tests.refusals import Refusals
 
 
@@ -326,3 +327,20 @@ def test_an_update_is_left_for_another_model_after_its_first_backwards() -> None
         for leaves in (True, False)
     )
     assert left == expected
+
+
+@pytest.mark.parametrize("plan", ["stage 3", "pp"])
+def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(plan: str, tmp_path: Path) -> None:
+    def run(accelerator: Any) -> Run:
+        found = train(accelerator, batch=4)
+        accelerator.end_training()
+        return found
+
+    settings: Any = {"gradient_accumulation_steps": 2}
+    traced, _ = on_ranks(PLANS[plan], run, trace=tmp_path / "traced", **settings)
+    assert traced.norms == on_ranks(PLANS[plan], run, **settings)[0].norms
+    events = json.loads((tmp_path / "traced" / "trace.json").read_text())["traceEvents"]
+    for rank in range(2):
+        names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
+        assert names.count("step") == len(traced.norms)
+        assert {"F0.0", "B1.0"} <= {*names} or rank

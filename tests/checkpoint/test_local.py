@@ -318,3 +318,43 @@ def test_a_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.M
     store.create("file", b"x")
     assert store.location == f"{tmp_path}/runs"
     assert files_under(tmp_path) == ["elsewhere", "runs", "runs/file"]
+
+
+@pytest.mark.quick
+def test_nobody_cuts_a_file_or_writes_to_it_while_it_is_looked_at_in_memory(store: LocalStore) -> None:
+    put(store, "x", content(5000))
+    path = f"{store.location}/x"
+    reader = store.open("x")
+    with reader.mapped(4099, 900) as memory:
+        assert memory is not None
+        assert bytes(memory) == content(5000)[4099:4999]
+        with pytest.raises(BlockingIOError):
+            os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    with reader.mapped(4099, 902) as memory:
+        assert memory is None, "it ends before"
+    with open(path, "r+b"), reader.mapped(0, 1) as memory:
+        assert memory is None, "somebody may write to it"
+    with reader.mapped(0, 1) as memory:
+        assert memory is not None
+    reader.close()
+
+
+def test_what_a_disk_or_a_kernel_does_not_give_is_not_looked_at_in_memory(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "x", content(5000))
+    reader = store.open("x")
+    monkeypatch.setattr(local, "_POPULATE_READ", 12345)  # no kernel knows it
+    with reader.mapped(0, 5000) as memory:
+        assert memory is None
+
+    def refuse(descriptor: int, command: int, argument: int) -> int:
+        raise OSError(errno.EINVAL, "no leases")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with reader.mapped(0, 5000) as memory:
+        assert memory is None
+    monkeypatch.delattr(fcntl, "F_SETLEASE")
+    with reader.mapped(0, 5000) as memory:
+        assert memory is None
+    reader.close()

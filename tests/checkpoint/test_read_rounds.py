@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import Address, LocalStore, Store
+from shardwise.checkpoint.local import LocalReader
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
@@ -87,6 +89,51 @@ def test_each_rank_reads_what_it_needs_or_with_checksums_all_together_once_what_
     read, _ = bytes_read(tmp_path, target, size, verify=True)
     assert TOTAL_BYTES <= sum(read) <= 1.05 * TOTAL_BYTES
     assert max(read) < (1.2 * TOTAL_BYTES / size if target is None else TOTAL_BYTES), "they share the work"
+
+
+@pytest.mark.parametrize(("source", "size"), [("rows", 2), ("runs", 3), ("columns", 3)])
+def test_thin_strips_of_a_local_file_are_copied_where_the_kernel_has_them(
+    source: Cut, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_large(tmp_path, source)
+    cuts: Cut = "rows" if source == "columns" else "columns"
+    expected = shares(cuts, size)
+    read: list[int] = []
+    plainly = LocalReader.read_into
+
+    def note(reader: LocalReader, buffer: memoryview, start: int) -> None:
+        read.append(buffer.nbytes)
+        plainly(reader, buffer, start)
+
+    def run(channel: Channel) -> tuple[bool, int]:
+        state = {
+            piece: torch.zeros_like(tensor, dtype=torch.float64) for piece, tensor in expected[channel.rank].items()
+        }
+        state = {replace(piece, dtype="float64"): tensor for piece, tensor in state.items()}
+        report = sw.load(tmp_path, state, verify=False, cast=True, channel=channel).report
+        good = zip(state.values(), expected[channel.rank].values(), strict=True)
+        return all(torch.equal(mine, right.double()) for mine, right in good), report.read_bytes
+
+    monkeypatch.setattr(LocalReader, "read_into", note)
+    found = sw.simulate(size, run)
+    assert found == [(True, sum(tensor.nbytes for tensor in state.values())) for state in expected]
+    assert max(read) < 1 << 16, "metadata alone"
+
+
+def test_who_would_read_exactly_reads_blocks_with_those_that_need_strips(tmp_path: Path) -> None:
+    save_large(tmp_path, "rows")
+    expected = [shares("columns", 2)[0], shares("rows", 2)[1]]
+    targets = [{piece: torch.zeros_like(tensor) for piece, tensor in state.items()} for state in expected]
+    stores = [Counting(LocalStore(tmp_path)) for _ in targets]
+
+    def run(channel: Channel) -> None:
+        sw.load(stores[channel.rank], targets[channel.rank], verify=False, channel=channel)
+
+    sw.simulate(2, run)
+    for target, right in zip(targets, expected, strict=True):
+        assert all(torch.equal(tensor, right[piece]) for piece, tensor in target.items())
+    data = [each for store in stores for each in store.operations if each.kind == "read_into"]
+    assert all(each.num_bytes >= 1 << 16 for each in data if ".safetensors" in each.name)
 
 
 @pytest.mark.parametrize("target", ["rows", "columns", None])

@@ -5,7 +5,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from shardwise.cli import main
-from tests.train.run_folders import step, times, written
+from tests.runs.run_folders import step, times, written
 
 
 def run_of(folder: Path, *, ended: bool) -> Path:

@@ -14,11 +14,9 @@ from shardwise import errors
 from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
 from shardwise.comm.process.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.forward.batch_rows import DIM_0
-from shardwise.engine.forward.batches import MicrobatchLoss
-from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+from shardwise.engine.forward.batches import DIM_0, MicrobatchLoss
+from shardwise.engine.metrics import EvaluationMetrics
 from shardwise.engine.step.channels import RankGroups
-from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import (
     NUM_PARTS_OF_OPENING,
     StepFacts,
@@ -29,9 +27,9 @@ from shardwise.engine.step.exchange import (
     merge_weights,
     parts_of_opening,
 )
-from shardwise.engine.step.loss_entries import rows_in
+from shardwise.engine.step.loss_entries import exchange_evaluation, parts_of_evaluation, rows_in
 from shardwise.engine.step.reports import RankTimes
-from shardwise.engine.telemetry.rank_times import packed, rank_times
+from shardwise.engine.telemetry import packed, rank_times
 from shardwise.errors import PeerError, ShardwiseError
 from shardwise.moving.nested_exchange import packed as nested
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 import shardwise
 import shardwise as sw
 from shardwise.checkpoint import AsyncSaver, conversion, destinations
+from shardwise.checkpoint.formats import registry
 from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.objects import ObjectStore
@@ -290,7 +291,7 @@ def test_of_two_conversions_to_one_place_one_makes_it(kind: str, to: Any, tmp_pa
     found = sw.checkpoint.open(stores[1])
     (name,) = found.tensors
     assert found.read(name).tolist() == [0, 0]
-    assert destinations.CLAIM not in stores[0].names()
+    assert registry.CLAIM not in stores[0].names()
 
 
 def test_private_names_of_fsspec_stand_in_one_file_and_do_what_they_are_used_for() -> None:

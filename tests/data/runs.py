@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.step.trained_batches import TrainedBatches
+from shardwise.engine.forward.batches import TrainedBatches
 
 ROWS = 12
 SAMPLES = 43

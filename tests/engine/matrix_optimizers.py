@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.plan.nested_state import flat_state
+from shardwise.plan.optimizer_entries import flat_state
 from tests.checkpoint.layouts import assembled
 from tests.engine.loops import plan_of, share
 from tests.engine.packed_models import Codes

@@ -14,11 +14,13 @@ def tensor_bytes_alive() -> int:
 
 def counted_from_now() -> Callable[[], int]:
     """Call it for the bytes of tensors that were not alive before. Whatever earlier tests left is kept until then."""
-    before = _storages_alive()
-    return lambda: sum(storage.nbytes() for place, storage in _storages_alive().items() if place not in before)
+    gc.collect()
+    gc.freeze()  # and not undone, which would undo that of tests/conftest.py: what is alive is looked through once
+    return lambda: sum(storage.nbytes() for storage in _storages_alive().values())
 
 
 def _storages_alive() -> dict[int, torch.UntypedStorage]:
+    """Of what garbage collection knows: not of what is frozen."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     # What torch.func wraps, and an error of an earlier test may hold, has no storage; other layouts have none either.

@@ -121,7 +121,10 @@ def test_an_engine_that_is_let_go_gives_its_memory_back_at_once() -> None:
         return engine
 
     def is_gone(channel: sw.Channel) -> bool:
-        return weakref.ref(used(channel))() is None
+        engine = used(channel)
+        held = weakref.ref(engine), weakref.ref(engine.activations)  # which know what has the gradients
+        del engine
+        return all(each() is None for each in held)
 
     gc.disable()
     try:

@@ -126,10 +126,12 @@ def test_tensors_are_made_of_classes_without_their_constructors() -> None:
 
 def test_elements_are_read_conjugated_or_negated_as_they_are_marked() -> None:
     tensor = torch.tensor([1 + 2j])
-    private.set_conj(tensor, True)
+    assert private.flagged(tensor, is_conj=True, is_neg=False) is tensor
     assert (tensor.is_conj(), tensor.item()) == (True, 1 - 2j)
-    private.set_neg(tensor, True)
+    private.flagged(tensor, is_conj=True, is_neg=True)
     assert (tensor.is_neg(), tensor.item()) == (True, -1 + 2j)
+    private.flagged(tensor, is_conj=False, is_neg=False)
+    assert tensor.item() == 1 + 2j
 
 
 def test_tensors_without_elements_are_grouped_by_dtype_as_gradients_are() -> None:

@@ -33,13 +33,9 @@ FIELDS: dict[str, Any] = {
     "optim": "lomo",
     "bf16_full_eval": True,
     "fp16_full_eval": True,
-    "torch_compile": True,
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
     "auto_find_batch_size": True,
     "eval_use_gather_object": True,
     "save_on_each_node": True,
-    "enable_jit_checkpoint": True,
     "fsdp": True,
     "deepspeed": {"zero_optimization": {"stage": 2}},
     "parallelism_config": "tp",
@@ -62,6 +58,7 @@ REFUSED = Refusals(
             f"optim {name}": partial(check, {"optim": name})
             for name in ("adalomo", "apollo_adamw_layerwise", "schedule_free_sgd")
         },
+        "no copies": partial(check, {"shardwise_replicas": 0}),
         "all problems at once, when a trainer is made": when_made,
     },
 )

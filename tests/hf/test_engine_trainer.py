@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,15 @@ class Noting(hf.Trainer):
         return super()._prepare_inputs(inputs)
 
 
+class WithoutBlocks(nn.Module):
+    """Three layers that are no list, to be compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(1, 1), nn.LayerNorm(1), nn.Embedding(1, 1)
+        hf.Trainer(self, arguments(str(folder), 1, torch_compile=True), train_dataset=ROWS).train()
+
+
 class Skipping(hf.Trainer):
     """Calls the step of the engine, but not with the last batch."""
 
@@ -295,6 +304,7 @@ REFUSED = Refusals(
         "sums": lambda folder: trainer_on(folder, sw.Plan(merge=sw.Merge(average=False))),
         "two clips": lambda folder: trainer_on(folder, sw.Plan(clip_grad_norm=0.5), max_grad_norm=2.0),
         "two dtypes": lambda folder: trainer_on(folder, sw.Plan(precision=sw.Precision(compute="float16")), bf16=True),
+        "a compiler and no blocks": WithoutBlocks,
         "a plan that is no file": lambda folder: trainer_on(folder, "no such file.toml"),
         "a plan that is none": lambda folder: trainer_on(folder, 3),
         "two plans": lambda folder: script(folder, sw.Plan()),
@@ -324,6 +334,38 @@ def test_what_arguments_and_flags_say_is_the_plans(tmp_path: Path) -> None:
     for of in (hf.TrainingArguments, hf.Seq2SeqTrainingArguments):
         given = script(tmp_path, of=of).plan
         assert (given.sharding.stage, given.precision.keep) == (2, ("*norm*",))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler, of what it traces
+@pytest.mark.parametrize(
+    ("name", "num_compiled"),
+    [("one process", 2 * (6 + 3)), ("stage 3", 2 * (6 + 4)), ("pp and stage 2", 2 * (6 + 3)), ("tp", 2 * 2 * (2 + 3))],
+)
+def test_blocks_that_the_arguments_ask_to_compile_run_compiled_to_the_same_losses(name: str, num_compiled: int) -> None:
+    """Two blocks, six microbatches of two updates, three batches of an evaluation: in which ranks take turns evenly.
+
+    Trials of shapes run blocks as they are, and so does the proof of tp in the four microbatches of the first update.
+    """
+    torch.compiler.reset()  # it compiles the code of a block a few times, and no more
+    calls = {True: torch.zeros(()), False: torch.zeros(())}
+    """How often blocks ran, compiled and not: added up by what runs, so that a fall-back is seen too."""
+
+    class Counted(nn.SiLU):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            calls[torch.compiler.is_compiling()].add_(1)
+            return super().forward(given)
+
+    def given(model: Any) -> Mapping[str, Any]:
+        for layer in model.model.layers:
+            layer.mlp.act_fn = Counted()
+        return {}
+
+    asked: Any = {"given": given, "max_steps": 2, "eval_strategy": "epoch"}
+    eager = under(name, simple(**asked))
+    num_calls = int(calls[False])
+    for found, other in zip(under(name, simple(**asked, torch_compile_backend="aot_eager")), eager, strict=True):
+        assert_close(found, other)
+    assert (int(calls[True]), int(calls[False])) == (num_compiled, 2 * num_calls - num_compiled)
 
 
 def test_methods_that_call_those_of_the_trainer_extend_it(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ import shardwise as sw
 import shardwise.hf as hf
 from shardwise.checkpoint import full_tensors
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.hf.checkpoint_folders import newest_complete
 from tests.engine.memory import peak_bytes
 from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, assert_close, build, logged, plain, under
 
@@ -261,7 +262,17 @@ def test_a_checkpoint_that_was_to_be_replaced_comes_back(tmp_path: Path, monkeyp
     monkeypatch.undo()
     assert get_last_checkpoint(str(tmp_path)) is None
     assert len(resumed(alone(tmp_path, max_steps=2))) == 2
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(each.name for each in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_checkpoint_counts_where_it_is_later_than_what_else_a_run_may_resume_from(tmp_path: Path) -> None:
+    alone(tmp_path, max_steps=2).train()
+    assert newest_complete(tmp_path, after=1) == (tmp_path / "checkpoint-2", {})
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    found, passed = newest_complete(tmp_path, after=1)
+    assert (found, [*passed]) == (None, [tmp_path / "checkpoint-2"])
+    assert newest_complete(tmp_path, after=2) == (None, {})
+    assert newest_complete(tmp_path / "none", after=0) == (None, {})
 
 
 @pytest.mark.quick
@@ -286,7 +297,7 @@ def test_a_full_disk_is_said_on_all_ranks_and_leaves_no_checkpoint(
 
     for words in under("pp", make, refused, folder=str(tmp_path)):
         assert "disk full" in words
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*checkpoint*")) == []
 
 
 CUT = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]

@@ -10,8 +10,8 @@ nobody notes lines. It stops at the first failure. Which tests run a line comes 
 mutant (`--record`, kept in build/mutants.json). A mutant is found by a test that fails or exceeds a time limit, and
 passes in a fork without the mutant.
 
-Without `--record` the test that found a mutant last (benchmarks/results/mutants.md) has the first try: all others are
-asked only about what it does not find any more.
+Without `--record` the test that found a mutant last (benchmarks/results/mutants.md) has the first try, then the others
+of its file, and those of the folder that is called like that of the mutant. All are asked about what these do not find.
 """
 
 import argparse
@@ -126,8 +126,14 @@ def last_finders(*, tier: str) -> dict[str, str]:
 
 
 def order_again(mutant: Mutant, finder: str) -> Order:
-    """Only the test that found it last."""
-    return Order(name=mutant.name, file=str(mutant.path), text=_changed(mutant), batches=[[finder]])
+    """The test that found it last, if one did, and those in its file and in the folder of its room."""
+    batches = [[finder], [finder.partition("::")[0]]] if finder else []
+    folder = ROOT / "tests" / Path(mutant.file).parent
+    twin, of_folder = folder / f"test_{Path(mutant.file).name}", folder.with_name(f"test_{folder.name}.py")
+    near = sorted(folder.glob("test_*.py"), key=lambda each: each != twin)
+    near += [of_folder] if of_folder.exists() else []
+    batches += [[str(each.relative_to(ROOT))] for each in near]
+    return Order(name=mutant.name, file=str(mutant.path), text=_changed(mutant), batches=batches)
 
 
 def order_of(mutant: Mutant, made: Record, *, tier: str, near: bool) -> Order:
@@ -211,7 +217,7 @@ def run_all(
     def note(answer: Answer) -> None:
         mutant = of_name[answer.name]
         if not answer.test and not is_last:
-            print(f"    {mutant.name} is not found by what found it last", flush=True)
+            print(f"    {mutant.name} is not found near", flush=True)
             return
         found[answer.name] = Finding(
             mutant=mutant, seconds=answer.seconds, test=answer.test, is_timeout=answer.is_timeout
@@ -272,11 +278,16 @@ def main() -> None:
         parser.error(f"there is no mutant {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
-        finders = {} if arguments.record else last_finders(tier=arguments.tier)
-        again = [each for each in chosen if each.name in finders]
-        by_name = run_all(
-            again, lambda each: order_again(each, finders[each.name]), folder / "again", arguments.jobs, is_last=False
-        )
+        finders = last_finders(tier=arguments.tier)
+        by_name: dict[str, Finding] = {}
+        if not arguments.record:
+            by_name = run_all(
+                chosen,
+                lambda each: order_again(each, finders.get(each.name, "")),
+                folder / "again",
+                arguments.jobs,
+                is_last=False,
+            )
         if left := [each for each in chosen if each.name not in by_name]:
             made = (None if arguments.record else known()) or record(listed, folder, arguments.jobs)
             by_name |= run_all(

@@ -39,7 +39,7 @@ class Order:
     text: str
     """Its text with the change."""
     batches: list[list[str]]
-    """Node ids, batch by batch."""
+    """Node ids, or files for all of their tests, batch by batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,7 @@ def _tried_out(
     for batch in order.batches:
         # Since the record a test may have been renamed.
         left = [items[each] for each in batch if each in items]
+        left += [item for name, item in items.items() if name.partition("::")[0] in batch]
         while left:
             with _changed(order):
                 failed, is_timeout, words = _in_fork(left, order, functions)

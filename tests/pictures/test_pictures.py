@@ -35,6 +35,10 @@ PLANS = [
 ]
 
 
+CUT_FROM = {"parameters": 3, "gradients": 2, "masters": 1, "optimizer state": 1}
+"""Stages of ZeRO from which data ranks hold parts."""
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.mesh} {plan.sharding.stage} {plan.sharding.owners}")
 def test_what_ranks_hold_covers_the_model_once_per_replica(plan: sw.Plan) -> None:
     parts = [held(plan, rank) for rank in range(plan.mesh.size)]
@@ -42,6 +46,8 @@ def test_what_ranks_hold_covers_the_model_once_per_replica(plan: sw.Plan) -> Non
         total = sum(part[kind][1] - part[kind][0] for part in parts)
         assert total == pytest.approx(len(parts) * (parts[0][kind][1] - parts[0][kind][0]))  # equal parts
         distinct = sorted({(round(start, 9), round(stop, 9)) for start, stop in (part[kind] for part in parts)})
+        num_owners = len(plan.mesh.peers(0, plan.sharding.owner_axes)) if plan.sharding.stage >= CUT_FROM[kind] else 1
+        assert len(distinct) == plan.mesh.pp * plan.mesh.tp * num_owners
         assert distinct[0][0] == 0
         assert distinct[-1][1] == pytest.approx(1)
         assert [stop for _, stop in distinct[:-1]] == pytest.approx([start for start, _ in distinct[1:]])

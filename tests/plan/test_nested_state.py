@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.nested_state import flat_state, nested_state
+from shardwise.plan.optimizer_entries import flat_state, nested_state
 from tests.properties import tried
 
 LEAVES = st.integers() | st.booleans() | st.text() | st.none()

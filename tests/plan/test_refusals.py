@@ -9,8 +9,7 @@ import pytest
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan import Activations, Merge, Outline, Pipeline, Plan, Precision, Sharding, Tensor, place
-from shardwise.plan.nested_state import nested_state
-from shardwise.plan.optimizer_entries import python_type, values_of
+from shardwise.plan.optimizer_entries import nested_state, python_type, values_of
 from shardwise.plan.outlines import check_keep, describe
 from shardwise.plan.saved_settings import shared_to_json, stored_optimizers
 from shardwise.plan.schedule_check import adapt, check

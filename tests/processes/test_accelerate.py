@@ -1,5 +1,6 @@
 """The loop of accelerate on two processes: the numbers of its own loop on one."""
 
+import signal
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import shardwise as sw
 from shardwise.accelerate import Accelerator
 from shardwise.comm import Channel
 from tests.accelerate.accelerate_loops import PLANS, ROWS, Run, assert_same_run, train
@@ -75,3 +77,43 @@ def test_ranks_of_a_model_see_the_same_and_agree(pool: Pool, plan: str, tmp_path
     else:
         assert sorted(found[0][0] + found[1][0]) == sorted(whole)
     assert [warned for _, warned in found] == [[]] * 2
+
+
+def stopped_here(channel: Channel, folder: Path) -> list[tuple[list[float], int]]:
+    """The losses and the exit code of a run, of one that a signal to rank 1 ends in step 2, and of the next one."""
+
+    def run(*, asked_at: int = 0, begin: int = 0) -> tuple[list[float], int]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(1)
+        plan = replace(PLANS["stage 3"], clip_grad_norm=None)
+        accelerator = Accelerator(cpu=True, plan=plan, channel=channel, gradient_accumulation_steps=2)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        loader: Any = DataLoader(TensorDataset(ROWS[0]), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        if begin:
+            accelerator.load_state(folder)
+        losses = []
+        with sw.Preemption() as preemption:
+            for (inputs,) in accelerator.skip_first_batches(loader, 2 * begin):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not accelerator.sync_gradients:
+                    continue
+                assert accelerator.report is not None
+                losses.append(accelerator.report.loss)
+                if preemption.requested(accelerator.engine):
+                    accelerator.save_state(folder)
+                    break
+                if len(losses) == asked_at - 1 and channel.rank == 1:
+                    signal.raise_signal(signal.SIGTERM)
+        return losses, preemption.exit_code
+
+    return [run(), run(asked_at=2), run(begin=2)]
+
+
+def test_a_loop_that_asks_for_signals_ends_on_all_ranks_and_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    for (whole, _), (stopped, code), (resumed, none) in pool.run(2, stopped_here, tmp_path):
+        assert (len(whole), len(stopped), code, none) == (3, 2, 128 + signal.SIGTERM, 0)
+        assert stopped + resumed == whole

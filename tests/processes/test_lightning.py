@@ -2,15 +2,25 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
 
+from shardwise.comm import Channel
+from shardwise.lightning import Strategy
 from tests.forks.programs import ROOT
-from tests.lightning.lightning_modules import Net, fitted, weights
+from tests.lightning.lightning_modules import PLANS, Net, Seen, fitted, loader, trainer_for, weights
 from tests.processes.as_started import outputs
+from tests.processes.pool import Pool
 
 PROGRAM = """
 import json, sys
@@ -61,3 +71,92 @@ def test_ranks_have_the_numbers_of_one_process(launcher: str, tmp_path: Path) ->
         for name, each in found["state"].items():
             assert read[name].tolist() == each
             assert read[name].flatten().tolist() == pytest.approx(expected[name].flatten().tolist(), abs=2e-5)
+
+
+class SignalIn(pl.Callback):  # type: ignore[misc]
+    """A signal comes to this process in a batch."""
+
+    def __init__(self, number: signal.Signals, at: int) -> None:
+        self.number, self.at = number, at
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.at:
+            signal.raise_signal(self.number)
+
+
+class GoesOn(DataLoader[Any]):
+    """Lightning saves where a loader is that says so, and not where others are."""
+
+    first = given = 0
+
+    def __iter__(self) -> Any:
+        first, self.first = self.first, 0
+        for self.given, batch in enumerate(super().__iter__(), 1):
+            if self.given > first:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["given"]
+
+
+def run_here(channel: Channel, *callbacks: Any, resumes: Path | None = None, **settings: Any) -> tuple[Any, Any]:
+    """A trainer, its losses, and whether a signal has ended it."""
+    torch.manual_seed(3)
+    strategy, seen = Strategy(PLANS["stage 3"], channel=channel), Seen()
+    trainer = trainer_for(strategy, seen, *callbacks, num_sanity_val_steps=0, **settings)
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    try:
+        rows = loader(strategy)
+        trainer.fit(Net(), GoesOn(rows.dataset, batch_size=2, sampler=rows.sampler), ckpt_path=resumes)
+    except SIGTERMException:
+        assert strategy.preemption.exit_code
+    else:
+        assert not strategy.preemption.exit_code
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    return trainer, [loss for loss in seen.losses if loss == loss]
+
+
+def stopped_here(channel: Channel, folder: Path) -> tuple[list[float], ...]:
+    """The losses of a run, of one that a signal to rank 1 ends in batch 3, and of the one that resumes."""
+    batches: Any = {"accumulate_grad_batches": 2}
+    _, whole = run_here(channel, **batches)
+    saving = pl.callbacks.ModelCheckpoint(folder, filename="left", save_on_exception=True, monitor=None)
+    signals = [SignalIn(signal.SIGTERM, 3)] if channel.rank == 1 else []
+    _, stopped = run_here(channel, saving, *signals, **batches)
+    _, resumed = run_here(channel, resumes=folder / "left.ckpt", **batches)
+    return whole, stopped, resumed
+
+
+def test_a_signal_to_one_rank_ends_all_which_save_on_exceptions_and_the_run_resumes_bit_for_bit(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for whole, stopped, resumed in pool.run(2, stopped_here, tmp_path):
+        assert (len(whole), len(stopped)) == (6, 2)
+        assert stopped + resumed == whole
+
+
+def requeued_here(channel: Channel, folder: Path) -> str:
+    """What the scheduler is told, where the signal that asks for it has come to rank 1."""
+    command = folder / f"bin-{channel.rank}" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\necho $@ >> {folder}/told\n")
+    command.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+        for name, value in {"JOB_ID": 17, "NODEID": 0, "LOCALID": channel.rank, "PROCID": channel.rank}.items():
+            patch.setenv(f"SLURM_{name}", str(value))
+        signals = [SignalIn(signal.SIGUSR1, 2)] if channel.rank == 1 else []
+        environment = SLURMEnvironment()
+        trainer, _ = run_here(channel, *signals, plugins=[environment], folder=folder)
+    channel.exchange(b"", purpose="rank 0 has told")
+    assert trainer.global_step == 2
+    return (folder / "told").read_text()
+
+
+def test_under_slurm_the_signal_that_asks_for_it_saves_and_requeues_the_job(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, requeued_here, tmp_path) == ["requeue 17\n"] * 2
+    read = torch.load(tmp_path / "hpc_ckpt_1.ckpt")
+    assert read["global_step"] == 2

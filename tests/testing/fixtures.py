@@ -41,7 +41,7 @@ def anywhere_fake(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated ranks have a fake device each, wherever a test does not say otherwise."""
     import shardwise as sw  # the process that hands out tests loads no torch
     from shardwise import comm
-    from shardwise.train.verification import verifier
+    from shardwise.verification import verifier
 
     for module in (sw, comm, verifier):
         monkeypatch.setattr(module, "simulate", partial(comm.simulate, device=fake))

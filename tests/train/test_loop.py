@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassF1Score
 
 import shardwise as sw
 from shardwise.comm import alone
+from shardwise.runs.callbacks import Callback, StepMetrics, TrainingLoop
 from shardwise.train import RunConfig, check_references
-from shardwise.train.callbacks import Callback, StepMetrics, TrainingLoop
 from shardwise.train.config import TrainTable
 from shardwise.train.corpus import evaluation_rows, read_corpus
 from shardwise.train.loop import fit

@@ -18,18 +18,18 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
 from shardwise.checkpoint import SaveReport
-from shardwise.train.callbacks import Callback, Position, StepMetrics
+from shardwise.runs.callbacks import Callback, Position, StepMetrics
+from shardwise.runs.metrics_file import MetricsFile
+from shardwise.runs.quantities import clock, count, size
 from shardwise.train.observers import (
     LiveLine,
     LossCurve,
-    MetricsFile,
     PlainLines,
     TensorBoard,
     progress,
     smoothed,
 )
-from shardwise.train.quantities import clock, count, size
-from tests.train.run_folders import ANY, times
+from tests.runs.run_folders import ANY, times
 
 
 def at(step: int, **changed: Any) -> StepMetrics:

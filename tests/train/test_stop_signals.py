@@ -12,9 +12,9 @@ from rich.console import Console
 
 from shardwise import checkpoint
 from shardwise.comm import Channel, alone, simulate
-from shardwise.train import stop_signals
+from shardwise.runs import stop_signals
+from shardwise.runs.stop_signals import Stopped, StopSignals
 from shardwise.train.rank import run
-from shardwise.train.stop_signals import Stopped, StopSignals
 from tests.train.runs import finished, laid_out, small_run, without_times
 
 

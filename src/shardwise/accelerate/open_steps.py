@@ -13,7 +13,8 @@ Under a pipeline the engine asks for forwards and runs backwards in the order of
 fewer batches than k, at the end of the data, leaves the others out.
 """
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from greenlet import getcurrent, greenlet
 
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.forward.batches import NoMoreMicrobatches
-from shardwise.engine.guards.autocast_regions import outside_autocast
+from shardwise.engine.forward.precision import outside_autocast
 from shardwise.engine.step.channels import StepLeft
 from shardwise.errors import ModelError
 
@@ -29,9 +30,17 @@ from shardwise.errors import ModelError
 class OpenStep:
     """One update, from its first forward on."""
 
-    def __init__(self, engine: Engine[Any], inputs: Any, *, num_batches: int) -> None:
-        """inputs: of the first forward; ranks are compared by them. num_batches: at most."""
+    def __init__(
+        self,
+        engine: Engine[Any],
+        inputs: Any,
+        *,
+        num_batches: int,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """inputs: of the first forward; ranks are compared by them. num_batches: at most. around: of the step."""
         self._engine = engine
+        self._around = around
         self._num_batches = num_batches
         self._inputs = inputs
         self._greenlet = greenlet(self._run)
@@ -106,7 +115,8 @@ class OpenStep:
         first = {"weight": 1.0, "inputs": self._inputs}
         others: list[Any] = [{"weight": 1.0, "turn": _NextBatch(self)} for _ in range(self._num_batches - 1)]
         try:
-            return self._engine.step([first, *others], loss=self._loss, stop=self._before_update)
+            with self._around():
+                return self._engine.step([first, *others], loss=self._loss, stop=self._before_update)
         except StepLeft:
             return None
 

@@ -6,8 +6,9 @@ model, or is left, its thread is as in a plain loop.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch import nn
 from shardwise.accelerate.open_steps import OpenStep
 from shardwise.checkpoint import load, save
 from shardwise.comm import Channel, default_channel
+from shardwise.comm.timed import Timed
 from shardwise.engine import Engine, StepReport
-from shardwise.engine.full_state import full_state_dict
+from shardwise.engine.engine import full_state_dict
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan
+from shardwise.runs.run_trace import Tracer
 from shardwise.trainers.data_ranks import DataRanks
 from shardwise.trainers.rank_calls import RankCalls
 
@@ -31,8 +34,13 @@ from shardwise.trainers.rank_calls import RankCalls
 class Accelerator(RankCalls):
     """Runs the loop of accelerate under a plan: `prepare`, `backward`, `clip_grad_norm_`, `save_state`, ..."""
 
-    def __init__(self, *args: Any, plan: Plan, channel: Channel | None = None, **kwargs: Any) -> None:
-        """plan: with the clip that the loop asks for. channel: see `parallelize`. Others: as accelerate takes them."""
+    def __init__(
+        self, *args: Any, plan: Plan, channel: Channel | None = None, trace: Path | str | None = None, **kwargs: Any
+    ) -> None:
+        """plan: with the clip that the loop asks for. channel: see `parallelize`. Others: as accelerate takes them.
+
+        trace: a folder for the trace of the last updates on all ranks, which `end_training` writes.
+        """
         super().__init__(*args, **kwargs)
         problems = []
         if self.mixed_precision != "no":
@@ -62,6 +70,10 @@ class Accelerator(RankCalls):
         self.plan = plan
         self.channel = default_channel() if channel is None else channel
         """All ranks."""
+        self._trace = None if trace is None else Path(trace)
+        self._tracer: Tracer | None = None
+        if trace is not None:
+            self.channel = Timed(self.channel)
         plan.mesh.check_world(self.channel.size)
         self.take_ranks(DataRanks(plan, self.channel))
         self._engine: Engine[Any] | None = None
@@ -94,7 +106,17 @@ class Accelerator(RankCalls):
             self._engine = parallelize(
                 models[0], self.plan, optimizer=optimizers[0], loss_weight=_one, channel=self.channel
             )
+            if self._trace is not None:
+                self._tracer = Tracer(self._engine)
         return super().prepare(*args)
+
+    def end_training(self) -> None:
+        """As in accelerate, and leave the trace. All ranks call it together."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None and self._trace is not None:
+            for line in tracer.leave(self._trace, title=self._trace.name):
+                self.print(line)
+        super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what is prepared, and of an update that has begun; others can be prepared then."""
@@ -178,7 +200,8 @@ class Accelerator(RankCalls):
         if (step := self.open_step) is not None:
             step.begin()
         else:
-            self._open = OpenStep(self.engine, inputs, num_batches=self.gradient_accumulation_steps)
+            around = nullcontext if self._tracer is None else self._tracer.update
+            self._open = OpenStep(self.engine, inputs, num_batches=self.gradient_accumulation_steps, around=around)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Keep the loss for the update."""

@@ -231,7 +231,7 @@ _TARGET = "tensors of the target of a rewrite"
 
 
 def _said(state: State, options: _Options, step: int | None, data: SomeData | None) -> tuple[str, bytes]:
-    """What a call of `load` asks for, the same on all ranks, and what a rewrite has to know of this rank's target."""
+    """What a call of `load` asks for, in words, and what a rewrite has to know of this rank's target."""
     words = _in_words(options, step, data)
     if options.rewrite is None:
         return words, b""
@@ -377,7 +377,7 @@ class _Reads:
 def _located(
     rank: int, source: Source, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> tuple[list[_Reads], list[Callable[[], None]]]:
-    """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
+    """What ranks read, in order, and the acts that pad what is in no file."""
 
     def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
         return [contents.places(piece, found.source[piece.name, piece.dtype]) for piece in pieces]

@@ -12,9 +12,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import secrets
+import signal
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +39,8 @@ _SYNC_FILE_RANGE = getattr(_LIBC, "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = ctypes.c_uint(2)
 _UNLINKERS = 8
 """Threads that remove files, where there are more of these."""
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14; Python has no name for it."""
 _ATTEMPTS = 100
 """Times that a new file may find its folder removed, with the last file in it, by another process."""
 
@@ -241,10 +246,11 @@ class LocalStore:
 class LocalReader:
     """One file, open for reading at any place."""
 
-    __slots__ = ("_descriptor", "_path", "size")
+    __slots__ = ("_descriptor", "_mapping", "_path", "size")
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._mapping = threading.Lock()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         mode = os.fstat(self._descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -268,11 +274,53 @@ class LocalReader:
                     raise cut_off(self._path, buffer.nbytes, start, num_read)
                 num_read += num_more
 
+    @contextlib.contextmanager
+    def mapped(self, start: int, num_bytes: int) -> Iterator[memoryview | None]:
+        """Bytes where the kernel has them, to be looked at within the context; None where that is not safe.
+
+        To look at a mapping of a file that has become shorter, or whose disk fails, kills the process. So it is made
+        only under a lease: the kernel lets whoever wants to write to the file, or to cut it, wait until the lease is
+        given back, or 45 s. And all of it is read before it is given out: what fails there fails as a call does.
+        There is no lease for files of another user, for files that are being written, and on some file systems.
+        """
+        with self._mapping, _lease(self._descriptor) as held:  # a lease is of the open file: one thread would end
+            yield self._populated(start, num_bytes) if held else None  # that of another
+
+    def _populated(self, start: int, num_bytes: int) -> memoryview | None:
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        try:
+            # A private mapping may be written to, which tensors of its memory ask for; nobody does, so it has no copy.
+            mapping = mmap.mmap(self._descriptor, start + num_bytes - first, access=mmap.ACCESS_COPY, offset=first)
+            mapping.madvise(_POPULATE_READ)
+        except (OSError, ValueError):  # ValueError: the file ends before
+            return None
+        return memoryview(mapping)[start - first :]
+
     def close(self) -> None:
         """Give the file back."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1  # else the number of a file that is opened next
+
+
+@contextlib.contextmanager
+def _lease(descriptor: int) -> Iterator[bool]:
+    """Let nobody change an open file meanwhile; whether the kernel has agreed."""
+    if not hasattr(fcntl, "F_SETLEASE"):
+        yield False
+        return
+    try:
+        # A signal says that somebody waits. Until nobody gets it, it is one that is ignored unless it is asked for.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 class LocalWriter:

@@ -18,15 +18,16 @@ A rank looks once at everything that is stored and wanted, but plans only for th
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, pairwise, product
 
 from shardwise.checkpoint.contents import StoredPiece
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.routes.holders import Holders, holders_by_tensor
-from shardwise.space import Move, Piece, Run, moves, overlap
-from shardwise.space.moves import elements_together
+from shardwise.space import Move, Piece, Run, moves
+from shardwise.space.boxes import row_major_strides
 from shardwise.space.pieces import known_part
 
 
@@ -110,24 +111,39 @@ class ReadPlan:
             for ordinal in in_files[name].positions_overlapping(piece)
         }
         """Stored pieces with elements that this rank needs."""
+        self._in_files = in_files
+        self._names_of_others = {
+            piece.name for other, wants in enumerate(wanted) if other not in readers for piece in wants
+        }
+        """Tensors that ranks without sight of the storage want."""
+
+    @cached_property
+    def _found(self) -> list[tuple[StoredSpan, bool]]:
+        """What this rank reads, and whether others need something of it; ranks that read exactly never ask."""
         # Blocks that only ranks without sight of the storage need are dealt out among all readers, so that every
         # reader has to know them.
         examined = set[int]()
-        if rank in readers:
-            others = {piece.name for other, wants in enumerate(wanted) if other not in readers for piece in wants}
+        if self._rank in self._readers:
             examined = self._needed.union(
                 ordinal
-                for name in others
-                for piece in self._wanted[name].of_none_of(readers)
-                for ordinal in in_files[name].positions_overlapping(piece)
+                for name in self._names_of_others
+                for piece in self._wanted[name].of_none_of(self._readers)
+                for ordinal in self._in_files[name].positions_overlapping(piece)
             )
         found = [each for ordinal in examined for each in self._spans(ordinal)]
         # In the order of the files: what follows one another is read together, and the kernel reads ahead.
         found.sort(key=lambda each: each[0].place)
-        self.own_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if not is_handed_on)
+        return found
+
+    @cached_property
+    def own_reads(self) -> tuple[StoredSpan, ...]:
         """What this rank reads for itself alone, in order of file and byte. Spans are disjoint."""
-        self.handed_reads: tuple[StoredSpan, ...] = tuple(span for span, is_handed_on in found if is_handed_on)
+        return tuple(span for span, is_handed_on in self._found if not is_handed_on)
+
+    @cached_property
+    def handed_reads(self) -> tuple[StoredSpan, ...]:
         """What this rank reads and others need something of, in the same order."""
+        return tuple(span for span, is_handed_on in self._found if is_handed_on)
 
     @property
     def read_bytes(self) -> int:
@@ -227,31 +243,29 @@ def _by_ordinal(stored: Sequence[StoredPiece]) -> dict[str, Holders]:
     return holders_by_tensor([[each.piece for each in stored]])
 
 
-def exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> Iterator[tuple[int, Run, int, Run]]:
+def exact_moves(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> Iterator[tuple[int, int, list[Move]]]:
     """Find what one rank reads when it reads exactly the elements that it wants, whatever the blocks.
 
-    Gives (ordinal, elements of the stored piece, index into `wanted`, elements of the wanted piece's storage), for one
-    wanted piece after the other, and for each in the order of the stored pieces and of their elements.
-    Raises KeyError when a wanted tensor is not stored.
+    Gives (ordinal, index into `wanted`, moves from the stored piece's storage to the wanted one's), for one wanted
+    piece after the other, and for each in the order of the stored pieces. Raises KeyError when a wanted tensor is not
+    stored.
     """
     in_files = _by_ordinal(stored)
+    known = _Moves()
     for index, piece in enumerate(wanted):
         for ordinal in in_files[piece.name].positions_overlapping(piece):
-            for source, target in overlap(stored[ordinal].piece, piece):
-                yield ordinal, source, index, target
+            if found := known.between(stored[ordinal].piece, piece):
+                yield ordinal, index, found
 
 
-def count_exact_ranges(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[int, int]:
-    """Count the ranges that `exact_ranges` finds, and their bytes, without going through them."""
-    in_files = _by_ordinal(stored)
-    num_ranges = num_bytes = 0
-    for piece in wanted:
-        for ordinal in in_files[piece.name].positions_overlapping(piece):
-            item_bytes = itemsize_bytes(stored[ordinal].piece.dtype)
-            for move in moves(stored[ordinal].piece, piece):
-                num_ranges += move.num_elements // elements_together(move)
-                num_bytes += move.num_elements * item_bytes
-    return num_ranges, num_bytes
+def extent(moves: Iterable[Move]) -> Run:
+    """The elements of the source's storage from the first that some moves take to the last."""
+    firsts, lasts = [], []
+    for move in moves:
+        strides = row_major_strides(move.source.block)
+        firsts.append(move.source.first)
+        lasts.append(firsts[-1] + sum((size - 1) * stride for size, stride in zip(move.shape, strides, strict=True)))
+    return Run(min(firsts), max(lasts) + 1)
 
 
 def missing(stored: Sequence[StoredPiece], wanted: Piece) -> int:

@@ -32,7 +32,7 @@ from shardwise.checkpoint.reading import (
     elements_of,
 )
 from shardwise.checkpoint.safetensors_files import plain_bytes
-from shardwise.checkpoint.windows import ReadTarget, fill_exactly, is_in_strips
+from shardwise.checkpoint.windows import ExactMoves, ReadTarget, fill_exactly, is_in_strips
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, json_as, of_form, understood
 from shardwise.comm.digests import checksum
@@ -118,33 +118,44 @@ class ReadRounds:
         self._stored, self._plan, self._targets = stored, plan, targets
         self._verify = verify
         self._handover = _Handover(channel, plan, targets)
-        # What is small is read as one batch: then every rank knows that all of it is good before its target changes.
-        self._at_once = self._cut(plan.reads, ONE_ROUND_BYTES_ALONE if channel.size == 1 else ONE_ROUND_BYTES)
-        self.handed = self._cut(plan.handed_reads, ROUND_BYTES)
-        batches = list(self._own_batches())
-        self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
-        self._is_exact = False
+        self.handed, self.own = [], []
+        self._exact = ExactMoves.of(stored, targets) if may_read_exactly else []
+        self._max_bytes: int | None = None
+        self._is_exact = may_read_exactly
+        self._at_once: list[list[StoredSpan]] = []
         self._num_bytes = 0
         """Bytes of the largest batch of any rank that others may look into."""
-        # Without checksums there is no reason to read whole blocks, and nothing has to be sent. Strips of some KiB are
-        # an exception, because each costs a call: all read blocks then, unless one would read noticeably more than it
-        # needs, or as much as takes longer than the strips.
-        prefers_blocks = is_cheap = True
         if may_read_exactly:
-            thin, max_bytes = is_in_strips(stored, [each.source for each in targets])
+            # Without checksums there is no reason to read whole blocks, and nothing has to be sent. Strips of some KiB
+            # in files that are not at hand are an exception, because each costs a call: all read blocks then, unless
+            # one would read noticeably more than it needs, or as much as takes longer than the strips.
+            thin, self._max_bytes = is_in_strips(self._exact, files)
             # Over a network blocks are read side by side, ranges one after the other.
-            prefers_blocks, is_cheap = thin or files.num_ahead > 0, plan.read_bytes <= max_bytes
+            self._is_exact = not thin and not files.num_ahead
+        self.needs = RoundNeeds(0, 0, 0, 0, 0, False, False, _digest(stored))
+        """What the other ranks have to know."""
+        if not self._is_exact:
+            self.plan_blocks()
+
+    def plan_blocks(self) -> None:
+        """Find the batches of blocks of this rank, and what others have to know of them."""
+        # What is small is read as one batch: then every rank knows that all of it is good before its target changes.
+        self._at_once = self._cut(
+            self._plan.reads, ONE_ROUND_BYTES_ALONE if self._channel.size == 1 else ONE_ROUND_BYTES
+        )
+        self.handed = self._cut(self._plan.handed_reads, ROUND_BYTES)
+        batches = list(self._own_batches())
+        self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
         self.needs = RoundNeeds(
             len(self._at_once),
             _largest(self._at_once),
             len(self.handed),
             _largest(self.handed),
             len(self.own),
-            prefers_blocks,
-            is_cheap,
-            _digest(stored),
+            not self._is_exact,
+            self._max_bytes is None or self._plan.read_bytes <= self._max_bytes,
+            self.needs.digest,
         )
-        """What the other ranks have to know."""
 
     def settle(self, needs: Sequence[RoundNeeds]) -> None:
         """Make as many rounds as others. needs: those of all ranks."""
@@ -169,7 +180,7 @@ class ReadRounds:
         """
         if self._is_exact:
             with agreed(self._channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
-                self.read_bytes = fill_exactly(self._files, self._stored, self._targets)
+                self.read_bytes = fill_exactly(self._files, self._exact)
             return
         handover, buffers = self._handover, _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0)
         number = 0
@@ -246,11 +257,17 @@ def agree_on_rounds(channel: Channel, rounds: Sequence[ReadRounds], findings: Se
     Raises CheckpointError, the same on all ranks, with the findings of all.
     """
     purpose = "findings on the files, and rounds"
-    mine = [list(findings), [each.needs for each in rounds]]
-    answers = channel.exchange(json.dumps(mine).encode(), purpose=purpose)
-    findings_of, needs_of = zip(*understood(answers, cache(_said_in), purpose=purpose), strict=True)
-    if found := list(dict.fromkeys(chain.from_iterable(findings_of))):
-        raise CheckpointError(*found, about=about)
+    for is_first in (True, False):
+        mine = [list(findings), [each.needs for each in rounds]]
+        answers = channel.exchange(json.dumps(mine).encode(), purpose=purpose)
+        findings_of, needs_of = zip(*understood(answers, cache(_said_in), purpose=purpose), strict=True)
+        if found := list(dict.fromkeys(chain.from_iterable(findings_of))):
+            raise CheckpointError(*found, about=about)
+        # Ranks that would read exactly have not planned blocks. Where others would not, all say what blocks they need.
+        if not is_first or len({tuple(each.prefers_blocks for each in needs) for needs in needs_of}) == 1:
+            break
+        for each in rounds:
+            each.plan_blocks()
     for each, needs in zip(rounds, zip(*needs_of, strict=True), strict=True):
         # The exchange is made anyway, and the digest in it is cheap.
         if len({of_rank.digest for of_rank in needs}) > 1:

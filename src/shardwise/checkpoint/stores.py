@@ -32,7 +32,12 @@ _MAX_METADATA_BYTES = 1 << 32
 
 
 class Reader(Protocol):
-    """One file, open for reading at any place. Safe to call from several threads."""
+    """One file, open for reading at any place. Safe to call from several threads.
+
+    A reader may know a faster way, which is not needed:
+
+        mapped(start, num_bytes) -> a context of the bytes in memory that takes no copy, or of None; see `LocalReader`
+    """
 
     @property
     def size(self) -> int:
@@ -43,6 +48,16 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Give the file back."""
+
+
+@contextlib.contextmanager
+def mapped(reader: Reader, start: int, num_bytes: int) -> Iterator[memoryview | None]:
+    """Bytes of a file in memory that takes no copy; None where there is no such memory, or where it is not safe."""
+    if (known := getattr(reader, "mapped", None)) is None:
+        yield None
+        return
+    with known(start, num_bytes) as memory:
+        yield memory
 
 
 class Writer(Protocol):

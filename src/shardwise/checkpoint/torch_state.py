@@ -22,11 +22,11 @@ from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor, torch_dtype
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import named_by_wrappers, state_name
-from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     NumberedParameter,
     OptimizerEntry,
+    flat_once,
     has_own_form,
     has_updated,
     named_optimizer,

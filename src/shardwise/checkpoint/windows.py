@@ -12,24 +12,27 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import floordiv
 from typing import Protocol, TypeAlias
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTensor
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
+from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.stores import refusals
+from shardwise.checkpoint.stores import Reader, mapped, refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import KEPT_FILL, needed_casts, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
+from shardwise.space.moves import elements_together, runs_of
 
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, in addition to the batch that is being read."""
@@ -51,6 +54,10 @@ _FEW_STRIPS = 256
 
 _READ_LIMIT = 1.05
 """So many times the bytes that are needed may be read for few strips."""
+
+
+_MAPPED_LIMIT = 4
+"""In so many times the bytes that are needed strips are looked for where the kernel has the file."""
 
 
 Stretch = tuple[int, int, int]
@@ -305,18 +312,68 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     return [row.target() for row in rows]
 
 
-def fill_exactly(
-    files: DataFiles,
-    stored: Sequence[StoredPiece],
-    targets: Sequence[ReadTarget],
-    digests: PassingDigests | None = None,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class ExactMoves:
+    """What a target takes of a stored piece."""
+
+    stored: StoredPiece
+    target: ReadTarget
+    moves: list[Move]
+    num_bytes: int
+    num_ranges: int
+    """Of bytes that are together in the memory of both."""
+
+    @classmethod
+    def of(cls, stored: Sequence[StoredPiece], targets: Sequence[ReadTarget]) -> "list[ExactMoves]":
+        """What all targets take. Raises KeyError when a wanted tensor is not stored."""
+        found = []
+        for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
+            piece = stored[ordinal]
+            num_elements = [move.num_elements for move in moved]
+            num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
+            num_bytes = sum(num_elements) * itemsize_bytes(piece.piece.dtype)
+            found.append(cls(piece, targets[index], moved, num_bytes, num_ranges))
+        return found
+
+    @property
+    def is_in_near_strips(self) -> bool:
+        """Whether it is many short ranges, with so little between them that they are copied out of a mapped file."""
+        if self.num_bytes >= self.num_ranges * _STRIP_BYTES:
+            return False
+        itemsize = itemsize_bytes(self.stored.piece.dtype)
+        is_aligned = not self.stored.start % itemsize  # files of other formats need not align their tensors
+        return is_aligned and extent(self.moves).num_elements * itemsize <= _MAPPED_LIMIT * self.num_bytes
+
+    def fill_mapped(self, files: DataFiles) -> bool:
+        """Copy strips where the kernel has them, each move at once; whether that could be done."""
+        if files.num_ahead or not self.is_in_near_strips:
+            return False
+        dtype, taken = self.stored.piece.dtype, extent(self.moves)
+        itemsize = itemsize_bytes(dtype)
+        start, num_bytes = self.stored.start + taken.start * itemsize, taken.num_elements * itemsize
+        with _opened(files, self.stored.file) as reader, mapped(reader, start, num_bytes) as memory:
+            if memory is None:
+                return False
+            elements = torch.frombuffer(memory, dtype=torch_dtype(dtype))
+            sources = [replace(each.source, start=each.source.start - taken.start) for each in self.moves]
+            moved = [replace(each, source=source) for each, source in zip(self.moves, sources, strict=True)]
+            self.target.fill(moved, parts_of(elements, moved))
+        return True
+
+
+def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: PassingDigests | None = None) -> int:
     """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
 
     digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
     """
     read_bytes = 0
-    for read, found in files.in_order(partial(each.carried_out, files) for each in _exact_reads(stored, targets)):
+    others: list[ExactMoves] = []
+    for each in wanted:
+        if each.fill_mapped(files):
+            read_bytes += each.num_bytes
+        else:
+            others.append(each)
+    for read, found in files.in_order(partial(each.carried_out, files) for each in _exact_reads(others)):
         piece, target = read.stored.piece, read.target
         for (first, run), elements in zip(read.runs, found, strict=True):
             read_bytes += elements.nbytes
@@ -345,8 +402,7 @@ class _ExactRead:
         dtype = self.stored.piece.dtype
         memory = self.target.memory(dtype) if self.is_straight else None
         found = []
-        name = self.stored.file
-        with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
+        with _opened(files, self.stored.file) as reader:
             for first, run in self.runs:
                 if memory is None:
                     elements = torch.empty(run.num_elements, dtype=torch_dtype(dtype))
@@ -358,26 +414,31 @@ class _ExactRead:
         return self, found
 
 
-def _exact_reads(stored: Sequence[StoredPiece], targets: Sequence[ReadTarget]) -> Iterator[_ExactRead]:
+@contextmanager
+def _opened(files: DataFiles, name: str) -> Iterator[Reader]:
+    """A file that is read from. Raises CheckpointError, naming it, for what cannot be read."""
+    with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
+        yield reader
+
+
+def _exact_reads(wanted: Iterable[ExactMoves]) -> Iterator[_ExactRead]:
     """The runs that targets take, up to BATCH_BYTES of one piece together."""
-    place, room = (-1, -1), 0
-    read: _ExactRead | None = None
-    for ordinal, source, index, run in exact_ranges(stored, [each.source for each in targets]):
-        itemsize = itemsize_bytes(stored[ordinal].piece.dtype)
-        start = 0
-        while start < run.num_elements:
-            if read is None or place != (ordinal, index) or room < itemsize:
-                if read is not None:
+    for each in wanted:
+        itemsize = itemsize_bytes(each.stored.piece.dtype)
+        is_straight = each.target.memory(each.stored.piece.dtype) is not None
+        read, room = _ExactRead(each.stored, each.target, is_straight), max(BATCH_BYTES, itemsize)
+        for source, run in runs_of(each.moves):
+            start = 0
+            while start < run.num_elements:
+                if room < itemsize:
                     yield read
-                place, room = (ordinal, index), max(BATCH_BYTES, itemsize)
-                piece, target = stored[ordinal], targets[index]
-                read = _ExactRead(piece, target, target.memory(piece.piece.dtype) is not None)
-            stop = min(run.num_elements, start + room // itemsize)
-            read.runs.append((source.start + start, Run(run.start + start, run.start + stop)))
-            room -= (stop - start) * itemsize
-            start = stop
-    if read is not None:
-        yield read
+                    read, room = _ExactRead(each.stored, each.target, is_straight), max(BATCH_BYTES, itemsize)
+                stop = min(run.num_elements, start + room // itemsize)
+                read.runs.append((source.start + start, Run(run.start + start, run.start + stop)))
+                room -= (stop - start) * itemsize
+                start = stop
+        if read.runs:
+            yield read
 
 
 Read: TypeAlias = Callable[[Sequence[Piece]], Sequence[torch.Tensor]]
@@ -431,15 +492,17 @@ class PieceReader:
         """
         if self.contents.verifiable or self._files.num_ahead:
             return list(targets)
-        straight, others = list[ReadTarget](), list[ReadTarget]()
+        straight, others = list[ExactMoves](), list[ReadTarget]()
         for target in targets:
             stored = self._stored(target.source.name)
             # All pieces of a tensor are stored in its dtype.
             is_plain_copy = stored and target.memory(stored[0].piece.dtype) is not None
-            is_straight = is_plain_copy and not is_in_strips(stored, [target.source])[0]
-            (straight if is_straight else others).append(target)
-        stored = [each for name in {target.source.name for target in straight} for each in self._stored(name)]
-        self._files.read_bytes += fill_exactly(self._files, stored, straight, self._files.digests)
+            wanted = ExactMoves.of(stored, [target]) if is_plain_copy else []
+            if is_plain_copy and not is_in_strips(wanted)[0]:
+                straight += wanted
+            else:
+                others.append(target)
+        self._files.read_bytes += fill_exactly(self._files, straight, self._files.digests)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -466,14 +529,29 @@ class PieceReader:
         return self.contents.stored.tensors[name].pieces
 
 
-def is_in_strips(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[bool, int]:
+def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -> tuple[bool, int]:
     """Whether pieces are stored in ranges so short that it costs more to read each alone.
 
-    And the bytes of blocks that take no longer.
+    And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    num_ranges, num_bytes = count_exact_ranges(stored, wanted)
+    near = [each for each in wanted if each.is_in_near_strips] if files is not None else []
+    if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
+        near = []
+    num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)
+    num_bytes = sum(each.num_bytes for each in wanted)
     many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
     return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
+
+
+def _can_map(files: DataFiles, name: str) -> bool:
+    """Whether bytes of a file can be had where the kernel has them; not of one that cannot be opened."""
+    if files.num_ahead:
+        return False
+    try:
+        with files.opened(name) as reader, mapped(reader, 0, 1) as memory:
+            return memory is not None
+    except OSError:
+        return False
 
 
 def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:

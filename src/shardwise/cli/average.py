@@ -103,7 +103,7 @@ def average(
 
 def _closing(report: "AverageReport") -> str:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.quantities import size
+    from shardwise.runs.quantities import size
 
     lines = [f"average of {len(report.sources)} checkpoints -> {report.destination}"]
     lines += [f"  {weight:g} x {source}" for weight, source in zip(report.weights, report.sources, strict=True)]

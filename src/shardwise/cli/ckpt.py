@@ -63,7 +63,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.quantities import size
+    from shardwise.runs.quantities import size
 
     click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
     rows = []
@@ -92,7 +92,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 def _print_tensors(contents: "Contents") -> None:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.quantities import size
+    from shardwise.runs.quantities import size
 
     when = "" if contents.step is None else f", step {contents.step}"
     kind = "" if contents.format == "shardwise" else f", {contents.format}"
@@ -262,7 +262,7 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
 
 def _print_report(report: "VerifyReport") -> None:
     from shardwise.errors import few_of
-    from shardwise.train.quantities import size
+    from shardwise.runs.quantities import size
 
     if report.good:
         held = f"{plural(report.num_tensors, 'tensor')}, {size(report.verified_bytes + report.unverified_bytes)} in "

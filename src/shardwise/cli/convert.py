@@ -249,7 +249,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
 
 def _closing(report: "ConvertReport", seconds: float) -> str:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.quantities import size
+    from shardwise.runs.quantities import size
 
     lines = [f"{report.source} ({report.source_format}) -> {report.destination}"]
     if report.left_out:

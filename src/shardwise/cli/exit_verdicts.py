@@ -22,7 +22,7 @@ from pathlib import Path
 import click
 
 from shardwise.errors import BatchError, DataError, ModelError, OptimizerError, PeerError, PlanError, ShardwiseError
-from shardwise.train.stop_signals import Stopped
+from shardwise.runs.stop_signals import Stopped
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 

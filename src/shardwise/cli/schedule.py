@@ -47,7 +47,7 @@ def schedule(
     with errors_in_words(debug=debug):
         from shardwise.plan.schedule_check import adapt, chain, check
         from shardwise.plan.timeline import simulate_schedule
-        from shardwise.train.timeline_text import draw_timeline
+        from shardwise.runs.timeline_text import draw_timeline
 
         asked = _schedule(schedule, ranks, chunks, microbatches)
         moved = chain(asked.num_stages) if transfers is None else _transfers(transfers)
@@ -68,7 +68,7 @@ def schedule(
         if orders:
             click.echo(f"\n{heading}\n{lines}", nl=False)
         if picture is not None:
-            from shardwise.train.timeline_files import save_picture
+            from shardwise.runs.timeline_files import save_picture
 
             save_picture(timeline, picture, title=heading)
             click.echo(f"drawn in {picture}")

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 def top(runs: Sequence[Path], once: bool, interval: float, debug: bool) -> None:
     """Show what each rank of a run does with its time, while it runs.
 
-    RUN is the folder that a run of shardwise train writes into, such as runs/demo. A terminal shows a table that is
-    drawn anew; a file gets a line for each look that finds something new. The command ends when all runs have ended.
+    RUN is the folder of a run of shardwise train, such as runs/demo, or the output_dir of a Trainer. A terminal shows a
+    table that is drawn anew; a file gets a line for each look that finds something new. The command ends when all runs
+    have ended.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
@@ -48,8 +49,8 @@ def top(runs: Sequence[Path], once: bool, interval: float, debug: bool) -> None:
 
 def _tables(runs: Sequence[Path], most_lines: int | None) -> tuple[list[str], bool]:
     """The tables of all runs, and whether all of them have ended."""
-    from shardwise.train.rank_table import heading, table
-    from shardwise.train.run_folder import view
+    from shardwise.runs.rank_table import heading, table
+    from shardwise.runs.run_folder import view
 
     views = [view(run) for run in runs]
     # Heading, titles of columns, two lines below and an empty one.
@@ -75,8 +76,8 @@ def _redraw(runs: Sequence[Path], console: "Console", interval: float) -> None:
 
 
 def _follow(runs: Sequence[Path], interval: float) -> None:
-    from shardwise.train.rank_table import line
-    from shardwise.train.run_folder import view
+    from shardwise.runs.rank_table import line
+    from shardwise.runs.run_folder import view
 
     shown: dict[Path, object] = {}
     while True:

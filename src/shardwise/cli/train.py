@@ -12,7 +12,7 @@ import click
 from shardwise.cli.exit_verdicts import errors_in_words, launched, place_here, set_threads
 from shardwise.cli.next_commands import next_commands
 from shardwise.errors import in_words
-from shardwise.train.stop_signals import Stopped, StopSignals
+from shardwise.runs.stop_signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig

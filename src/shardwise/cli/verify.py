@@ -13,8 +13,8 @@ from shardwise.errors import in_words
 
 if TYPE_CHECKING:
     from shardwise.train import RunConfig
-    from shardwise.train.verification.program import Program
-    from shardwise.train.verification.report import VerificationReport
+    from shardwise.verification.program import Program
+    from shardwise.verification.report import VerificationReport
 
 _SIMULATED_TIMEOUT_SECONDS = 600.0
 
@@ -73,8 +73,8 @@ def verify(
 
 def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None) -> "RunConfig":
     """The configuration under the layout, with everything imported that it names."""
+    from shardwise.cli.layout_words import layout_overrides
     from shardwise.train import check_references, device_of, read_config
-    from shardwise.train.verification.layout_words import layout_overrides
 
     mesh, everything = layout_overrides(path, layout, overrides)
     config = read_config(path, overrides=everything, num_processes=num_processes or mesh.size)
@@ -86,7 +86,7 @@ def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes:
 
 
 def _simulate(config: "RunConfig", steps: int) -> bool:
-    from shardwise.train.verification.verifier import verify_simulated
+    from shardwise.verification.verifier import verify_simulated
 
     # Threads take turns on the cores: a rank may wait for as long as all the others compute.
     timeout_seconds = max(_SIMULATED_TIMEOUT_SECONDS, config.train.timeout_seconds)
@@ -101,8 +101,8 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     from shardwise.comm import processes
     from shardwise.comm.agreement import understood
     from shardwise.train import device_of
-    from shardwise.train.verification.layout_run import run_layout
-    from shardwise.train.verification.verifier import compare_with_one_process
+    from shardwise.verification.layout_run import run_layout
+    from shardwise.verification.verifier import compare_with_one_process
 
     channel = processes(
         timeout_seconds=config.train.timeout_seconds,
@@ -141,7 +141,7 @@ def _made_folder(output: Path) -> str:
 
 
 def _program(config: "RunConfig", steps: int) -> "Program":
-    from shardwise.train.verification.program import configured
+    from shardwise.train.verified_program import configured
 
     return configured(config, steps=steps)
 

@@ -33,6 +33,7 @@ from shardwise.engine.forward.batches import (
     Batch,
     GivenMicrobatches,
     LossFunction,
+    TrainedBatches,
     Weight,
     check_loss,
     given_microbatches,
@@ -51,13 +52,12 @@ from shardwise.engine.pipeline.span_recorder import SpanRecorder
 from shardwise.engine.step.channels import stopping_peers
 from shardwise.engine.step.closing import StepClosing
 from shardwise.engine.step.edges import Gather, Metric, OutputObserver, Prompts, Seeds, StepObserver
-from shardwise.engine.step.evaluation import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.exchange import factors_on_device
+from shardwise.engine.step.loss_entries import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.step.loss_scaling import to_settings
 from shardwise.engine.step.norm import NormParts, Norms
 from shardwise.engine.step.opening import StepOpening
 from shardwise.engine.step.reports import EvaluationReport, StepReport, report_on_look
-from shardwise.engine.step.trained_batches import TrainedBatches
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import placed
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
@@ -128,7 +128,7 @@ class Engine(Generic[Model_co]):
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._observer, self._record = StepObserver(), SavedRecord()
         if find_spec("shardwise.engine.telemetry") is not None:
-            from shardwise.engine.telemetry.rank_times import step_meter
+            from shardwise.engine.telemetry import step_meter
 
             self._observer = step_meter(rank.channels.world)
         if find_spec("shardwise.plan.model_records") is not None:
@@ -311,7 +311,7 @@ class Engine(Generic[Model_co]):
         # Ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
         observer: OutputObserver | None = None
         if metrics is not None and metrics != {}:
-            from shardwise.engine.metrics.evaluation_metrics import EvaluationMetrics
+            from shardwise.engine.metrics import EvaluationMetrics
 
             observer = EvaluationMetrics(
                 metrics,
@@ -386,7 +386,7 @@ class Engine(Generic[Model_co]):
 
         Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
         """
-        from shardwise.engine.generation.generation import calls_of
+        from shardwise.engine.generation import calls_of
 
         self._check_turn()
         self._computation.check_free("engine.generate")
@@ -412,7 +412,7 @@ class Engine(Generic[Model_co]):
         Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
         inside.
         """
-        from shardwise.engine.averages.weight_averages import check_in_place
+        from shardwise.engine.averages import check_in_place
 
         averages = check_in_place(self._rank.updates.averages, self.channel, partial(self._check_model, reads_all=True))
         with averages.in_place(self.channel, partial(self._buffers.adopt_writes, reads_all=True), self._publish):
@@ -642,3 +642,24 @@ class Engine(Generic[Model_co]):
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
         return self._rank.updates.plain_calls.reads.turned(stopping, on=False)
+
+
+def full_state_dict(engine: Engine, *, rank0_only: bool = True, offload: bool = True, optimizer: bool = False) -> Any:
+    """What `state_dict()` of the plain model gives, as a dict of whole tensors; with `optimizer`, also of optimizers.
+
+    Values are the masters', in the dtypes in which the model came to parallelize. All ranks call it together.
+    rank0_only: the other ranks get {}. offload: tensors on the CPU, else on the engine's device.
+    optimizer: give (model, optimizer): also what `state_dict()` of the plain optimizer gives, or a list where the
+        engine has several. A plain loop that loads both goes on bit for bit.
+
+    A rank that gets tensors holds the whole of them. Raises the errors of `Engine.whole`.
+    """
+    model: Mapping[str, Any] = {}
+    states: list[Mapping[str, Any]] = []
+    with engine.whole(optimizer=optimizer, rank0_only=rank0_only, offload=offload):
+        if engine.channel.rank == 0 or not rank0_only:
+            model = engine.model.state_dict()
+            states = [each.state_dict() for each in engine.optimizers] if optimizer else []
+    if not optimizer:
+        return model
+    return model, states[0] if len(states) == 1 else states or {}

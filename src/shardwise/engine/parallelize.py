@@ -27,8 +27,7 @@ from shardwise.comm.agreement import a_list, aborting, agreed, compare, understo
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
 from shardwise.engine.engine import Engine
-from shardwise.engine.forward.batch_rows import BatchRows, RowDims
-from shardwise.engine.forward.batches import Batch, LossFunction, LossOfModel, LossWeight
+from shardwise.engine.forward.batches import Batch, BatchRows, LossFunction, LossOfModel, LossWeight, RowDims
 from shardwise.engine.forward.inventory import (
     Inventory,
     describe_model,
@@ -58,6 +57,7 @@ from shardwise.engine.model.rank_parts import (
 )
 from shardwise.engine.optimizers.known import (
     KnownOptimizer,
+    MasterOf,
     OptimizerSource,
     build,
     check_coverage,
@@ -66,14 +66,18 @@ from shardwise.engine.optimizers.known import (
     on_host,
     swap,
 )
-from shardwise.engine.optimizers.master_states import MasterOf
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.traits import STAGE_0, OptimizerTraits, check_apart, check_steps, work_of_wholes
 from shardwise.engine.optimizers.trials import traits_of
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stages import StageParameters, assign_parameters, drop_foreign, move_to
+from shardwise.engine.pipeline.stages import (
+    StageParameters,
+    agree_on_placement,
+    assign_parameters,
+    drop_foreign,
+    move_to,
+)
 from shardwise.engine.pipeline.ties import StageTies, chains_of
 from shardwise.engine.relayout import refit
 from shardwise.engine.step.channels import EngineChannels
@@ -89,7 +93,7 @@ from shardwise.engine.tensor.tensor_decision import (
     portion_of,
 )
 from shardwise.engine.zero.flat_params import FlatParams, note_masters
-from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.grad_buffers import HostGradients
 from shardwise.engine.zero.install import install, plan_layout, units_of
 from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import Unshard
@@ -428,7 +432,7 @@ def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[A
 def _averages(plan: Plan, buffers: FlatParams, inventory: Inventory) -> StateEntry | None:
     if plan.average is None:
         return None
-    from shardwise.engine.averages.weight_averages import WeightAverages
+    from shardwise.engine.averages import WeightAverages
 
     return WeightAverages(plan.average, buffers, inventory)
 

@@ -9,8 +9,9 @@ reads them. `torch._foreach_*`: torch documents them. Names of operators of ATen
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from operator import attrgetter
 from types import CodeType
 from typing import Any, TypeAlias, TypeVar
@@ -31,6 +32,12 @@ from torch.utils import _foreach_utils, _python_dispatch, _pytree
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
+
+
+def tensor_leaves(values: object) -> list[torch.Tensor]:
+    """The tensors in a nest."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
 
 # Modes: public are the classes of function modes, and to enter and leave them.
 
@@ -65,6 +72,21 @@ Operator = torch._ops.OpOverload
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The arguments of an operator, and which of them it writes to."""
 
+
+@cache
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema_of(operator).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    return [args[at] if at < len(args) else kwargs.get(key) for at, key in _written_arguments(operator)]
+
+
 # Tensors
 
 VERSION = "_version"
@@ -72,6 +94,16 @@ version_of: Callable[[torch.Tensor], int] = attrgetter(VERSION)
 """How often torch has counted a write to a tensor, or to one that shares its memory."""
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Tells storages apart. Addresses of memory do not: they change with its size, and are 0 on the meta device."""
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share their memory."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    number: int = storage_id(tensor.untyped_storage())
+    return number
+
+
 BASE = "_base"
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter(BASE)
 """The tensor that one is a view of, for autograd."""
@@ -86,9 +118,15 @@ make_subclass = torch.Tensor._make_subclass
 """A tensor of a class with the memory of another; constructors of parameters' classes take what they like."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """A tensor of a class without memory, on any device."""
-set_conj = torch._C._set_conj
-"""Have elements read conjugated or not, without a view: `conj()` makes one, which autograd and strides see."""
-set_neg = torch._C._set_neg
+
+
+def flagged(tensor: torch.Tensor, *, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """The tensor, whose elements are read conjugated or negated, or not. `conj()` makes a view, which autograd sees."""
+    torch._C._set_conj(tensor, is_conj)
+    torch._C._set_neg(tensor, is_neg)
+    return tensor
+
+
 assert_on_device = torch._assert_async
 """Have the device stop where a number is false; the host does not wait for it."""
 group_by_device_and_dtype = _foreach_utils._group_tensors_by_device_and_dtype

@@ -126,10 +126,10 @@ _TREATMENTS = (
         "the checkpoints of the model, with use_reentrant=False under tp. activations.checkpoint of the plan does the "
         "same for any model",
     ),
-    _refused(
+    _mapped(
         "torch_compile torch_compile_backend torch_compile_mode",
-        "a plan takes compiled blocks, and not a model compiled as a whole; compile each before the Trainer: "
-        "block.compile()",
+        "each repeated block of the model is compiled, and the code between them is not. Under any plan they are the "
+        "blocks of one process; a module that is compiled already stays as it is",
     ),
     _honoured("use_liger_kernel liger_kernel_config use_cache", "set on the model before the plan cuts it"),
     _honoured("neftune_noise_alpha", "in the forward; its random numbers follow from the engine's seed"),
@@ -170,10 +170,9 @@ _TREATMENTS = (
         "all ranks write into one checkpoint; give an output_dir that all hosts share",
         _is_set_on_several,
     ),
-    _refused(
+    _honoured(
         "enable_jit_checkpoint",
-        "a signal reaches one rank, and a save needs all; save by save_steps",
-        _is_set_on_several,
+        "SIGTERM or SIGUSR1 on any rank: all ranks save after the step under way, and train() returns",
     ),
     _honoured(
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", "rank 0 pushes"
@@ -263,6 +262,8 @@ def check_arguments(args: Any, mesh: Mesh) -> None:
         ]
         if given:
             problems.append(f"{' '.join(given)}: {treatment.text}")
+    if (every := getattr(args, "shardwise_replicas", None)) is not None and every < 1:
+        problems.append(f"--shardwise_replicas {every}: a copy is made every so many updates; give 1 or more")
     problems += [
         f"--{each.name} {values[each.name]}: this shardwise does not know what transformers {transformers.__version__} "
         "does with it; leave it out, or install a newer shardwise"

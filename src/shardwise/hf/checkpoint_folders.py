@@ -78,20 +78,25 @@ def recover(run: Path) -> None:
             shutil.rmtree(each)
 
 
-def newest_complete(run: Path) -> tuple[Path, dict[Path, list[str]]]:
+def newest_complete(run: Path, *, after: int | None = None) -> tuple[Path | None, dict[Path, list[str]]]:
     """The checkpoint of the latest step that is complete; and for each later one why it is not.
 
-    Raises CheckpointError where there is none.
+    after: a step that a run may resume from as well: None is given where no checkpoint is of a later one. Else raises
+    CheckpointError where there is none.
     """
     with _in_words(run):
         recover(run)
         named = [(each, _COMPLETE.fullmatch(each.name)) for each in run.iterdir()] if run.is_dir() else []
     steps = {each: int(found[1]) for each, found in named if found is not None and each.is_dir()}
+    if after is not None:
+        steps = {each: step for each, step in steps.items() if step > after}
     passed: dict[Path, list[str]] = {}
     for each in sorted(steps, key=lambda one: steps[one], reverse=True):
         if not (problems := problems_of(each)):
             return each, passed
         passed[each] = problems
+    if after is not None:
+        return None, passed
     if passed:
         raise CheckpointError(
             *(problem for problems in passed.values() for problem in problems),

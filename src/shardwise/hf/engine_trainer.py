@@ -25,6 +25,7 @@ from transformers.trainer_callback import CallbackHandler
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.accelerators import empty_cache
 from shardwise.comm.channel import alone
+from shardwise.comm.timed import Timed
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ConfigError, ModelError, OptimizerError
@@ -32,10 +33,12 @@ from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
 from shardwise.hf.logged_losses import StepToLog
-from shardwise.hf.plan_arguments import plan_of
+from shardwise.hf.plan_arguments import compile_blocks, plan_of
 from shardwise.hf.rank_accelerator import ArgumentsState, PlanAccelerator
 from shardwise.hf.rank_batches import take_uneven_rounds
 from shardwise.hf.refusals import check_generation, check_overrides, generates
+from shardwise.hf.run_services import RunServices
+from shardwise.hf.stops_on_signals import StopsOnSignals
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
 from shardwise.trainers.data_ranks import DataRanks
@@ -94,7 +97,7 @@ class _UpdateEvents(CallbackHandler):
         return control
 
 
-class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, transformers.Trainer):
+class EngineTrainer(EvaluationRounds, GeneratedInputs, RunServices, TrainerCheckpoints, transformers.Trainer):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
     The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this
@@ -120,6 +123,9 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_is_uneven = False
         self._sw_has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
+        if self._sw_stops_on_signals:
+            self.args.enable_jit_checkpoint = True
+            self.add_callback(StopsOnSignals(lambda: self.preemption.requested(self.engine)))
         self.callback_handler.__class__ = _UpdateEvents
         events: Any = self.callback_handler
         events.sw_ranks = self._sw_ranks
@@ -141,6 +147,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         device = args.device  # joins the process group, where torchrun started several
         if self.channel is None:
             self.channel = _channel_on(device)
+        if getattr(args, "shardwise_trace", False):
+            self.channel = Timed(self.channel)
         self.plan = plan_of(self.plan, args, self.channel.size)
         check_arguments(args, self.plan.mesh)
         self._sw_ranks = DataRanks(self.plan, self.channel)
@@ -152,6 +160,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self.gather_function = self.accelerator.gather_for_metrics
         args.distributed_state = ArgumentsState(args.distributed_state, self._sw_ranks)
         args._n_gpu = min(1, args.n_gpu)
+        # Not seen by the constructor of transformers, which would install the handler of a single process.
+        self._sw_stops_on_signals, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine moves what a rank holds."""
@@ -177,6 +187,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         if isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self.create_optimizer()
+        compile_blocks(model, self.args)
         optimizer: Any = self.optimizer
         engine = parallelize(
             model,
@@ -213,6 +224,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         events: Any = self.callback_handler
         events.sw_engine = self.engine
         self.callback_handler.train_dataloader = train_dataloader
+        self._sw_begin_loop(max_steps)
         return model, train_dataloader
 
     def _sw_check_loader(self, loader: Any) -> None:
@@ -310,7 +322,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates, first=is_first):
             sees = engine.see_gradients = self._sw_before_update if self._sw_shows_gradients() else None
             self._sw_is_asked = False
-            report = engine.step(batches, stop=None if sees else self._sw_before_update)
+            with nullcontext() if self._sw_tracer is None else self._sw_tracer.update():
+                report = engine.step(batches, stop=None if sees else self._sw_before_update)
             if not self._sw_is_asked:  # a skipped update
                 self._sw_before_update()
         self._sw_stepped.has_stepped = True
@@ -382,14 +395,20 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
                     self._tr_loss += self._tr_loss / (1 + each.step - self._globalstep_last_logged)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log:
+        is_due, num_logs = self.control.should_log, len(self.state.log_history)
+        if is_due:
             self._sw_settle()
         if isinstance(grad_norm, StepReport):
-            grad_norm = grad_norm.grad_norm if self.control.should_log else None
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            grad_norm = grad_norm.grad_norm if is_due else None
+        with self._sw_loop.paused():
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        self._sw_hand_over(self.state.log_history[num_logs:], is_due=is_due)
+        if self._sw_copies is not None:
+            self._sw_copies.save()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._sw_settle()
+        self._sw_hand_over([], is_due=True)
         return super()._finalize_training(*args, **kwargs)
 
     # Counts ---------------------------------------------------------------------------------------------------------

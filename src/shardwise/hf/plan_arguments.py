@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 
-from shardwise.errors import PlanError
+from shardwise.engine.forward.layers import is_compiled
+from shardwise.engine.forward.outline import outline_of
+from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import Merge, Plan
+from shardwise.plan.units import repeated_blocks
 from shardwise.space import Mesh
 
 
 @dataclass
 class PlanArguments:
-    """The fields that a trainer under a plan adds to TrainingArguments: `--shardwise_plan`, `--shardwise_optimizer_pt`.
+    """The fields that a trainer under a plan adds to TrainingArguments, such as `--shardwise_plan`.
 
     For a class of arguments of another library: `@dataclass class Config(PlanArguments, trl.SFTConfig): ...`.
     """
@@ -29,6 +33,16 @@ class PlanArguments:
         metadata={
             "help": "Also write optimizer.pt for the plain Trainer, tensor by tensor; it takes the state's bytes again."
         },
+    )
+    shardwise_replicas: int | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"help": "Copy the run to the memory of its hosts every so many updates; without it, never."},
+    )
+    shardwise_trace: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={"help": "Leave a trace of the last updates on all ranks in output_dir: trace.json and timeline.png."},
     )
 
 
@@ -65,6 +79,25 @@ def plan_of(given: Plan | str | Path | None, args: Any, num_ranks: int) -> Plan:
         plan = replace(plan, precision=precision)
     # The losses come as the Trainer scales them, for a mean over all microbatches.
     return replace(plan, merge=Merge())
+
+
+def compile_blocks(model: nn.Module, args: Any) -> None:
+    """Compile the repeated blocks of a model in place, where `args` ask for a compiler: before the plan cuts them.
+
+    Raises ConfigError for a model without any, and ModelError for one that is compiled as a whole.
+    """
+    if not args.torch_compile:
+        return
+    # Not the model: stages 3 and pp run their own code between blocks, and a compiled whole would have none of it.
+    blocks = [model.get_submodule(name) for name in repeated_blocks(outline_of(model, asks="--torch_compile"))]
+    if not blocks:
+        raise ConfigError(
+            f"--torch_compile: blocks are compiled, and a {type(model).__name__} has no list of modules of one class. "
+            "Leave it out, and compile modules of the model before the Trainer: module.compile()"
+        )
+    for block in blocks:
+        if not is_compiled(block):
+            block.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def _read(given: Plan | str | Path | None, num_ranks: int) -> Plan:

@@ -19,7 +19,7 @@ from shardwise.engine import Engine
 from shardwise.engine.parameter_kinds import is_shell
 from shardwise.hf.written_files import replacing, write_streamed
 from shardwise.plan.names import state_name
-from shardwise.plan.nested_state import flat_state
+from shardwise.plan.optimizer_entries import flat_state
 from shardwise.space import Piece
 
 

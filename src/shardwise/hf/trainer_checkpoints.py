@@ -13,12 +13,15 @@ model or the whole state: files are written tensor by tensor, and each rank read
 import os
 import random
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -36,6 +39,7 @@ from shardwise.hf.checkpoint_folders import (
     newest_complete,
     problems_of,
 )
+from shardwise.hf.memory_copies import MemoryCopy
 from shardwise.hf.resumed_state import has_weights, load_plain, load_weights
 from shardwise.hf.streamed_model import save_model
 from shardwise.hf.streamed_optimizer import save_optimizer
@@ -46,6 +50,8 @@ class TrainerCheckpoints:
 
     _sw_staged: StagedCheckpoint | None = None
     """The checkpoint that is being written."""
+    _sw_copy: MemoryCopy | None = None
+    """The copy from which this run resumes."""
     _sw_weights: Path | None = None
     """The checkpoint whose weights the engine takes over when it is made."""
 
@@ -116,8 +122,20 @@ class TrainerCheckpoints:
         save(Path(output_dir, SAVE), engine, keep=1)
         if getattr(self.args, "shardwise_optimizer_pt", True):
             save_optimizer(engine, Path(output_dir, OPTIMIZER))
+        self._sw_save_scheduler(output_dir)
+
+    def _sw_save_scheduler(self: Any, output_dir: str) -> None:
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _sw_save_small_files(self: Any, output_dir: str) -> None:
+        """Those of a checkpoint besides the model and what each rank owns, from the ranks that write them."""
+        self._sw_save_scheduler(output_dir)
+        self._save_rng_state(output_dir)
+        if self.args.should_save:
+            stateful = [*self.callback_handler.callbacks, self.control]
+            stateful = [each for each in stateful if isinstance(each, ExportableState)]
+            replace(self.state, stateful_callbacks=stateful).save_to_json(os.path.join(output_dir, STATE))
 
     def _save_scaler(self: Any, output_dir: str) -> None:
         """The scale of losses for the plain Trainer, as a GradScaler has it; ours goes on from the save."""
@@ -145,19 +163,26 @@ class TrainerCheckpoints:
 
         Raises CheckpointError, the same on all ranks, for one that is not complete.
         """
+        self._sw_copy = None
+        if self._sw_copies is not None and resume_from_checkpoint is not True:
+            self._sw_copies.forget()
         if resume_from_checkpoint:
             resume_from_checkpoint = self._sw_checked(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _sw_checked(self: Any, asked: Any) -> str:
-        """The path of the checkpoint that a run resumes from."""
-        channel = self._sw_ranks.world
+        """The path of the checkpoint that a run resumes from: of a copy, where the last one is newer."""
+        channel, copies = self._sw_ranks.world, self._sw_copies
+        copy = copies.newest() if copies is not None and asked is True else None
         with agreed(channel, purpose="verdict on the checkpoint to resume from", only=0) as agreement:
             if channel.rank == 0 and asked is True:
-                found, passed = newest_complete(Path(self.args.output_dir))
-                agreement.value = found.name.encode()
+                found, passed = newest_complete(Path(self.args.output_dir), after=None if copy is None else copy.step)
+                agreement.value = b"" if found is None else found.name.encode()
                 for folder, problems in passed.items():
-                    warnings.warn(f"{folder} is passed over for {found}: {'; '.join(problems)}", stacklevel=3)
+                    warnings.warn(
+                        f"{folder} is passed over for {found or 'a copy in memory'}: {'; '.join(problems)}",
+                        stacklevel=3,
+                    )
             elif channel.rank == 0 and (problems := problems_of(Path(asked))):
                 raise CheckpointError(
                     *problems, about=f"{asked} cannot be resumed from; give another checkpoint, or True for the last"
@@ -165,6 +190,10 @@ class TrainerCheckpoints:
         if asked is not True:
             return str(os.fspath(asked))
         (name,) = understood(agreement.values[:1], _name_in, purpose="verdict on the checkpoint to resume from")
+        if copy is not None and not name:
+            self._sw_copy = copy
+            copy.write_to(folder := Path(self._sw_services.enter_context(TemporaryDirectory())))
+            return str(folder)
         return os.path.join(str(self.args.output_dir), name)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
@@ -218,7 +247,7 @@ class TrainerCheckpoints:
         folder = Path(checkpoint)
         if (folder / SAVE).is_dir():
             self._sw_weights = None
-            load(folder / SAVE, self.engine)
+            load(folder / SAVE if self._sw_copy is None else self._sw_copy.store, self.engine)
         elif (folder / OPTIMIZER).is_file():
             self._sw_load_plain(folder)
         if (folder / SCHEDULER).is_file():

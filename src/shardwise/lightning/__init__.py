@@ -15,9 +15,10 @@ except ImportError as error:
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from shardwise.lightning.run_record import RunRecord
 from shardwise.lightning.strategy import Strategy
 
-__all__ = ["Strategy"]
+__all__ = ["RunRecord", "Strategy"]
 
 # The user's own registry, which is Lightning's: a name in it is what `Trainer(strategy="shardwise")` asks for.
 if "shardwise" not in StrategyRegistry:

@@ -1,7 +1,7 @@
 """Manual optimisation in a strategy: sections of the user's programs, and the steps of the engine that run them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.lightning.step_logs import StepLogs
 from shardwise.lightning.trainer_ranks import TrainerRanks
 from shardwise.lightning.trainer_settings import check_clip, clip_setting
 from shardwise.plan import Plan
+from shardwise.runs.run_trace import Tracer
 
 
 class ManualTraining(TrainerRanks):
@@ -27,6 +28,8 @@ class ManualTraining(TrainerRanks):
         self._program: ManualProgram | None = None
         """The `training_step` that runs now."""
         self._logs = StepLogs()
+        self._tracer: Tracer | None = None
+        """Of a fit that leaves a trace."""
         self._waits_for_toggle = False
         """Whether the last `training_step` began with one optimizer of several."""
 
@@ -56,7 +59,8 @@ class ManualTraining(TrainerRanks):
                 section, count = asked[0], len(self.optimizers)
                 only = None if len(section) == count else [str(self.optimizers.index(each)) for each in section]
                 try:
-                    self.report = engine.step(parts, only=only, loss=partial(self._loss_of_section, programs))
+                    self._step(engine, parts, only=only, loss=partial(self._loss_of_section, programs))
+                    assert self.report is not None
                 except StepLeft:
                     toggled = [each.left(section) for each in programs]
                     self._waits_for_toggle = any(toggled)
@@ -68,6 +72,11 @@ class ManualTraining(TrainerRanks):
             stand_ins.remove()
             for each in programs:
                 each.abandon()
+
+    def _step(self, engine: Engine[Any], parts: list[dict[str, Any]], **given: Any) -> StepReport:
+        with nullcontext() if self._tracer is None else self._tracer.update():
+            self.report = report = engine.step(parts, **given)
+        return report
 
     def _forget(self, owner: Any, optimizer: Any, *given: Any, **settings: Any) -> None:
         """In the place of `zero_grad` of an optimizer, or of the module: None."""

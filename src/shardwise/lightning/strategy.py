@@ -14,20 +14,24 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
+from shardwise.comm.timed import Timed
 from shardwise.engine import Engine
-from shardwise.engine.forward.batch_rows import BatchRows, RowDims
-from shardwise.engine.forward.batches import count_rows, split_batch
+from shardwise.engine.forward.batches import BatchRows, RowDims, count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, CheckpointError, ModelError
+from shardwise.lightning.agreed_signals import AgreedSignals
 from shardwise.lightning.finetuning_callbacks import name_groups
 from shardwise.lightning.held_modules import StandIns, engine_of, hold, take_back
 from shardwise.lightning.manual_training import ManualTraining
@@ -35,6 +39,8 @@ from shardwise.lightning.step_logs import rows_of
 from shardwise.lightning.trainer_settings import plan_for
 from shardwise.lightning.whole_checkpoints import ENTRY, gathered, take_over
 from shardwise.plan import Plan
+from shardwise.runs.preemption import Preemption
+from shardwise.runs.run_trace import Tracer
 
 _IN_MODULE = ("log", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 """Methods of a module that the strategy stands in for, in the object."""
@@ -45,12 +51,21 @@ _TURN = "a turn of trainer.predict"
 class Strategy(ManualTraining):
     """Trains a LightningModule under a plan: `Trainer(strategy=Strategy(plan))`."""
 
-    def __init__(self, plan: Plan | None = None, *, channel: Channel | None = None, rows: RowDims = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        *,
+        channel: Channel | None = None,
+        rows: RowDims = 0,
+        trace: Path | str | None = None,
+    ) -> None:
         """plan: None: stage 1 over all ranks. channel: None: the ranks that Lightning or torchrun starts.
 
-        rows: see `parallelize`; for plans that cut a batch into microbatches.
+        rows: see `parallelize`; for plans that cut a batch into microbatches. trace: a folder for the trace of the last
+        updates of a fit on all ranks.
         """
         super().__init__(plan, channel)
+        self._trace = None if trace is None else Path(trace)
         self.engine: Engine[Any] | None = None
         """What has the module, since the last `fit`, `validate`, `test` or `predict` began."""
         self._rows = BatchRows(rows)
@@ -62,10 +77,20 @@ class Strategy(ManualTraining):
         """The batches of this update over those of a whole one."""
         self._extra: dict[str, Any] = {}
         self._stand_ins = StandIns()
+        self._signals: AgreedSignals | None = None
+        """While the module is fitted."""
+        self.preemption = Preemption()
+        """Of the last `fit`: after a signal its `exit_code` is for `sys.exit`."""
         self._evaluations: Callable[[], Any] | None = None
         """Runs the last batch of an evaluation again."""
         self._states: list[dict[str, Any]] = []
         self._own_state: dict[str, Any] = {}
+
+    def setup_environment(self) -> None:
+        """Meet the other ranks."""
+        super().setup_environment()
+        if self._trace is not None and not isinstance(self._channel, Timed):
+            self._channel = Timed(self.channel)
 
     def connect(self, model: Any) -> None:
         """Called with the module of a run, which an engine may have since the run before."""
@@ -86,6 +111,9 @@ class Strategy(ManualTraining):
         if self.engine is not None and (fits or self.engine.plan.mesh != self.plan.mesh):
             take_back(module, self.engine)
             self.engine = None
+        if fits:
+            self.preemption = Preemption()
+            self._signals = AgreedSignals(trainer, self.preemption, self._stand_ins)
         if self.engine is None:
             self.precision_plugin.convert_module(module)
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
@@ -93,6 +121,8 @@ class Strategy(ManualTraining):
                 self.setup_optimizers(trainer)
                 name_groups(trainer, module, self._stand_ins)
             self.engine = self._made(module, plan, fits)
+        if fits and self._trace is not None:
+            self._tracer = Tracer(self.engine)
         stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
         self._stand_ins.put(module, **dict(zip(_IN_MODULE, stand_ins, strict=True)))
         for each in module.modules():
@@ -131,6 +161,12 @@ class Strategy(ManualTraining):
     def teardown(self) -> None:
         """End a run. The engine keeps the module: see `engine.whole`."""
         assert self.accelerator is not None
+        if self._signals is not None:
+            self._signals.leave()
+            self._signals = None
+        if self._tracer is not None:  # after an error
+            self._tracer.take_off()
+            self._tracer = None
         self._stand_ins.remove()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -138,11 +174,35 @@ class Strategy(ManualTraining):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
+    def on_train_start(self) -> None:
+        """All ranks look for signals from here on."""
+        assert self._signals is not None
+        assert self.engine is not None
+        self._signals.ask(self.engine)
+
+    def on_train_end(self) -> None:
+        """Leave the trace."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None and self._trace is not None:
+            rank_zero_info("\n".join(tracer.leave(self._trace, title=type(self.lightning_module).__name__)))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called behind the callbacks, which may have saved."""
+        if self._signals is not None and isinstance(exception, SIGTERMException):
+            self.on_train_end()
+            self._signals.requeue()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the update of a batch; its loss."""
-        module, engine = self.lightning_module, self.engine
+        assert self._signals is not None
+        assert self.engine is not None
+        found = self._trained(self.engine, args)
+        self._signals.ask(self.engine)
+        return found
+
+    def _trained(self, engine: Engine[Any], args: tuple[Any, ...]) -> Any:
+        module = self.lightning_module
         assert module is not None
-        assert engine is not None
         if not module.automatic_optimization:
             return self._train_by_hand(engine, self._cut(args))
         if module.trainer.fit_loop._should_accumulate():
@@ -156,7 +216,7 @@ class Strategy(ManualTraining):
         batches, self._kept = [*self._kept, args], []
         # Lightning divides by the same number where an epoch ends with fewer batches.
         self._share = len(batches) / module.trainer.accumulate_grad_batches
-        self.report = report = engine.step([part for each in batches for part in self._cut(each)])
+        report = self._step(engine, [part for each in batches for part in self._cut(each)])
         self._logs.log_step(partial(type(module).log, module), report, partial(rows_of, batches))
         return {"loss": torch.tensor(report.loss / self._share, device=self.root_device), **self._extra}
 

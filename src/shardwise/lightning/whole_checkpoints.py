@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
-from shardwise.engine.full_state import full_state_dict
+from shardwise.engine.engine import full_state_dict
 from shardwise.engine.zero.flat_params import whole
 from shardwise.moving import reshard
 from shardwise.plan.names import AVERAGE, state_name

@@ -7,7 +7,7 @@ Two matrices of 4 and one of 2 units of work on 2 owners with tp = 2, which cuts
     owner 1      w1: 4
 
 The matrices of an owner go in rounds, in which each of its ranks updates a few. Where these ranks share memory, each
-has room for a few rounds, which others write and read (`engine/optimizers/matrix_rooms.py`):
+has room for a few rounds, which others write and read (`engine/optimizers/matrix_updates.py`):
 
     while round 3 is updated     masters     | round 3 | round 4 comes | round 2 goes back |
                                  gradients   | round 4 comes | round 3 |

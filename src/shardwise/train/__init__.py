@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.runs.callbacks import Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
+    from shardwise.runs.recorded_runs import recorded
     from shardwise.train.best_save import BestSave
-    from shardwise.train.callbacks import Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
     from shardwise.train.config import RunConfig, read_config
     from shardwise.train.early_stopping import EarlyStopping
     from shardwise.train.rank import run
@@ -17,19 +18,20 @@ if TYPE_CHECKING:
     from shardwise.train.wandb_curves import Wandb
 
 _MODULE_OF = {
-    "BestSave": "best_save",
-    "Callback": "callbacks",
-    "EarlyStopping": "early_stopping",
-    "EvaluationValues": "callbacks",
-    "TrainingLoop": "callbacks",
-    "Position": "callbacks",
-    "RunConfig": "config",
-    "StepMetrics": "callbacks",
-    "Wandb": "wandb_curves",
-    "check_references": "references",
-    "device_of": "run_build",
-    "read_config": "config",
-    "run": "rank",
+    "BestSave": "train.best_save",
+    "Callback": "runs.callbacks",
+    "EarlyStopping": "train.early_stopping",
+    "EvaluationValues": "runs.callbacks",
+    "TrainingLoop": "runs.callbacks",
+    "Position": "runs.callbacks",
+    "RunConfig": "train.config",
+    "StepMetrics": "runs.callbacks",
+    "Wandb": "train.wandb_curves",
+    "check_references": "train.references",
+    "device_of": "train.run_build",
+    "read_config": "train.config",
+    "recorded": "runs.recorded_runs",
+    "run": "train.rank",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "check_references",
     "device_of",
     "read_config",
+    "recorded",
     "run",
 ]
 
@@ -55,4 +58,4 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'shardwise.train' has no attribute {name!r}; it has {', '.join(__all__)}")
-        return getattr(import_module(f"shardwise.train.{_MODULE_OF[name]}"), name)
+        return getattr(import_module(f"shardwise.{_MODULE_OF[name]}"), name)

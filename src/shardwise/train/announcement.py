@@ -9,9 +9,9 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.plan import Placement
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.timeline import ideal_bubble
+from shardwise.runs.quantities import count
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
-from shardwise.train.quantities import count
 from shardwise.train.run_data import RunData
 
 _SHOWN_NAMES = 5

@@ -14,7 +14,7 @@ from shardwise.checkpoint import load
 from shardwise.checkpoint import open as look_into
 from shardwise.comm.agreement import a_table, agreed, of_form, understood
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
+from shardwise.runs.callbacks import Callback, EvaluationValues, TrainingLoop
 from shardwise.train.checkpointing import listing_at
 from shardwise.train.early_stopping import Improvement, Mode
 from shardwise.train.regrouping import RegroupedEngine

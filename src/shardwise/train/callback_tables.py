@@ -1,8 +1,8 @@
 """The callbacks that [[train.callbacks]] names."""
 
 from shardwise.errors import ConfigError, ShardwiseError, in_words
+from shardwise.runs.callbacks import Callback, named_callbacks
 from shardwise.train.best_save import BestSave
-from shardwise.train.callbacks import Callback, named_callbacks
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve
 

@@ -25,7 +25,8 @@ from shardwise.engine import Engine
 from shardwise.engine.step.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
-from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop
+from shardwise.runs.callbacks import Callback, Position, StepMetrics, TrainingLoop
+from shardwise.runs.copy_times import CopiesAtSteps
 from shardwise.train.config import RunConfig
 from shardwise.train.data_settings import BYTES
 from shardwise.train.regrouping import RegroupedEngine, settle_settings
@@ -54,13 +55,13 @@ class RunKeeper(Callback):
         replicas: Replicas | None = None,
     ) -> None:
         self._config = config
-        self._replicas = replicas
+        every = config.checkpoint.replicas or 1
+        self._copies = None if replicas is None else CopiesAtSteps(replicas, every=every)
         self._engine = engine
         self._channel = channel
         self._data = data
         self._settings = settings
         self._mesh = str(config.plan.mesh)
-        self._has_replica = False
         self._background: AsyncSaver | None = None
         self.report: SaveReport | None = None
         """Of the newest save that is committed."""
@@ -90,11 +91,8 @@ class RunKeeper(Callback):
         table = self._config.checkpoint
         if table.every is not None and (metrics.step % table.every == 0 or loop.is_last):
             self._save(loop)
-        # Its own calls are not counted: a copy is made at the same updates in a run that was started again. Only the
-        # first is made at once, since after a loss what is left is on one host alone.
-        if self._replicas is not None and (metrics.step % (table.replicas or 1) == 0 or not self._has_replica):
-            self._replicas.save(self._engine, extra=self.extra(loop), data=self._data.data)
-            self._has_replica = True
+        if self._copies is not None:
+            self._copies.save(metrics.step, self._engine, extra=lambda: self.extra(loop), data=self._data.data)
         if self._background is not None and self._background.has_failed:
             loop.stop("a save in the background failed")  # this rank knows; all leave after the same update
 

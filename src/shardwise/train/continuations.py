@@ -13,9 +13,9 @@ from torch import nn
 
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, StepMetrics, TrainingLoop
+from shardwise.runs.callbacks import Callback, StepMetrics, TrainingLoop
+from shardwise.runs.json_lines import JsonLines, lines_up_to
 from shardwise.train.config import RunConfig
-from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.run_data import RunData
 from shardwise.train.run_tokenizer import tokenizer_of
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
+from shardwise.runs.callbacks import Callback, EvaluationValues, TrainingLoop
 
 Mode = Literal["min", "max"]
 

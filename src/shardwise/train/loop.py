@@ -9,7 +9,7 @@ all. So they make the same calls of the engine.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -17,10 +17,9 @@ from torch import nn
 from shardwise.engine import Engine
 from shardwise.engine.forward.batches import Batch
 from shardwise.errors import DivergedError
-from shardwise.train.callbacks import TrainingLoop, values_of
+from shardwise.runs.callbacks import TrainingLoop, values_of
 from shardwise.train.config import TrainTable
 from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
-from shardwise.train.run_trace import Tracer
 from shardwise.train.turns import Turns
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
@@ -30,7 +29,7 @@ PATIENCE_UPDATES = 20
 
 
 def fit(
-    engine: Engine[nn.Module] | Tracer,
+    engine: Engine[nn.Module],
     train: TrainTable,
     batches: Iterator[Batch],
     held_out: Sequence[Batch],
@@ -41,6 +40,7 @@ def fit(
     by_step: bool = True,
     turns: Turns | None = None,
     metrics: Mapping[str, Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Make the updates up to `train.steps`, or up to the one after which a callback or a signal ends the loop.
@@ -48,7 +48,8 @@ def fit(
     batches: this data rank's rows of each update, from `loop.position` on. held_out: its rows of each batch of an
     evaluation. loop: entered; its engine holds the values of its position, and groups have the full learning rate as
     `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. turns: of the updates.
-    metrics: of evaluations, by name. The last update is evaluated, but for one after a signal.
+    metrics: of evaluations, by name. around: makes the context of each update. The last update is evaluated, but for
+    one after a signal.
     """
 
     def evaluated() -> dict[str, float]:
@@ -70,7 +71,9 @@ def fit(
     tokens_per_update = train.global_batch * tokens_per_row
     for step in range(begin.step + 1, train.steps + 1):
         update_began_s = now_s()
-        report = engine.step(next(batches), **(turns.of(step) if turns else {}))
+        batch = next(batches)
+        with around():
+            report = engine.step(batch, **(turns.of(step) if turns else {}))
         num_skipped = loop.position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
             scale = report.loss_scale
@@ -94,7 +97,7 @@ def fit(
 
 
 def evaluate(
-    engine: Engine[nn.Module] | Tracer, held_out: Sequence[Batch], metrics: Mapping[str, Any] | None = None
+    engine: Engine[nn.Module], held_out: Sequence[Batch], metrics: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
     """The mean loss over the rows of all data ranks, further losses and metrics, by name; a rank may have no rows."""
     # All ranks make each call, those without rows too: it exchanges sums.

@@ -3,10 +3,9 @@
 A run that goes on continues its files; one that is over leaves them alone.
 """
 
-import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shardwise.checkpoint import SaveReport
-from shardwise.engine.step.reports import slowest
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import BEGINNING, Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
+from shardwise.runs.callbacks import BEGINNING, Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
+from shardwise.runs.metrics_file import MetricsFile
+from shardwise.runs.quantities import clock, count
+from shardwise.runs.run_folder import METRICS, RunMark
 from shardwise.train.config import RunConfig
-from shardwise.train.json_lines import JsonLines, lines_up_to
-from shardwise.train.quantities import clock, count
-from shardwise.train.run_folder import METRICS, RunMark
 
-_PACE = "tokens_per_second"
-_MAY_BE_NAN = frozenset({"loss", "grad_norm"})
-_IF_GIVEN = ("loss_scale", "losses", "held_out", "learning_rates", "ranks")
-"""Lines of runs without them are as they were."""
-_MOST_RANKS = 64
-"""In a line of metrics."""
 _MOST_CURVES = 16
 """Ranks that get curves."""
-
-
-class MetricsFile(Callback):
-    """`metrics.jsonl`: one JSON object per update, on disk as soon as the update is done.
-
-    An evaluation before the first update has a line too, of its step, its losses and metrics alone.
-
-    `ranks` has the times of the ranks: of those that were busy longest, where there are more than 64.
-    after_step: the file is continued: lines of updates up to this one stay, others go. 0: it begins anew.
-    remember: gets the updates that stay, and the evaluation before them, without the times of ranks.
-    """
-
-    def __init__(self, path: Path, *, after_step: int = 0, remember: Callable[[Any], None] = lambda seen: None) -> None:
-        self._path, self._after_step, self._remember = path, after_step, remember
-
-    def on_begin(self, loop: TrainingLoop) -> None:
-        """Open the file."""
-        self._file = JsonLines(self._path, kept=self._kept() if self._after_step else ())
-
-    def _kept(self) -> Iterator[str]:
-        for line, values in lines_up_to(self._path, self._after_step, before="ranks"):
-            if (seen := _meaning_of(values)) is not None:
-                self._remember(seen)
-                yield line
-
-    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
-        """Write a line, where no update comes with it."""
-        if evaluation.step == 0:
-            held_out = {name: value for name, value in evaluation.values.items() if name != "loss"}
-            self._file.add(
-                {"step": 0, "held_out_loss": evaluation.loss, **({"held_out": held_out} if held_out else {})}
-            )
-
-    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
-        """Write one line; a number that is not finite has no JSON and becomes null."""
-        values = dataclasses.asdict(dataclasses.replace(metrics, ranks=()))
-        values = {f"{metrics.rows}_per_second" if name == _PACE else name: each for name, each in values.items()}
-        del values["rows"]
-        for name in _IF_GIVEN:
-            if not values[name]:
-                del values[name]
-        if metrics.ranks:
-            shown = sorted(metrics.ranks, key=lambda each: -each.busy_s)[:_MOST_RANKS]
-            shown.sort(key=lambda each: each.rank)
-            values["ranks"] = [dataclasses.asdict(each) for each in shown]
-            values["slowest"] = slowest(metrics.ranks)
-        self._file.add(values)
-
-    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class TensorBoard(Callback):
@@ -119,19 +60,6 @@ class TensorBoard(Callback):
     def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Write the buffered points."""
         self._writer.close()
-
-
-def _meaning_of(values: Mapping[str, Any]) -> StepMetrics | EvaluationValues | None:
-    """What a line of metrics says; None where it is not whole."""
-    try:
-        if values["step"] == 0:
-            loss = values["held_out_loss"]
-            return EvaluationValues(step=0, values={"loss": math.nan if loss is None else loss})
-        pace = {_PACE: values["rows_per_second"], "rows": "rows"} if "rows_per_second" in values else {}
-        known = {name: each for name, each in values.items() if name != "rows_per_second"} | pace
-        return StepMetrics(**known | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
-    except (KeyError, TypeError):
-        return None
 
 
 _INK, _MUTED, _GRID = "#22252b", "#8a8f98", "#e6e8eb"

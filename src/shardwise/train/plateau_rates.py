@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shardwise.errors import ConfigError, in_words
 from shardwise.plan.saved_settings import take_over
-from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
+from shardwise.runs.callbacks import Callback, EvaluationValues, TrainingLoop
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve
 

@@ -26,9 +26,12 @@ from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
 from shardwise.engine import parallelize
 from shardwise.engine.forward.batches import Batch
+from shardwise.runs.callbacks import BEGINNING, Callback, TrainingLoop
+from shardwise.runs.quantities import count, size
+from shardwise.runs.run_trace import Tracer
+from shardwise.runs.stop_signals import Stopped, StopSignals
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callback_tables import build_callbacks
-from shardwise.train.callbacks import BEGINNING, Callback, TrainingLoop
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
 from shardwise.train.continuations import Continuations
@@ -37,12 +40,9 @@ from shardwise.train.learning_rates import scheduler_maker
 from shardwise.train.loop import fit
 from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words, rows_of
 from shardwise.train.plateau_rates import plateau_of
-from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_rows import RunRows, read_rows
-from shardwise.train.run_trace import Tracer, leave
-from shardwise.train.stop_signals import Stopped, StopSignals
 from shardwise.train.turns import build_loss, build_turns
 
 
@@ -138,7 +138,7 @@ class _PreparedRun:
         num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
         self.title = f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}"
         self.keeper = RunKeeper(config, self.engine, channel, data=self.data, settings=settings, replicas=replicas)
-        self.tracer = Tracer(self.engine, channel) if isinstance(channel, Timed) else None
+        self.tracer = Tracer(self.engine) if isinstance(channel, Timed) else None
 
     @property
     def is_over(self) -> bool:
@@ -191,7 +191,7 @@ def _train(
             run.keeper.open()
         with loop:
             fit(
-                run.tracer or run.engine,
+                run.engine,
                 config.train,
                 batches_of(run.data.data, run.engine),
                 run.held_out,
@@ -201,6 +201,7 @@ def _train(
                 by_step=run.by_step,
                 turns=run.turns,
                 metrics=run.metrics,
+                around=contextlib.nullcontext if run.tracer is None else run.tracer.update,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.
         if number := signals.of_all(channel):
@@ -212,9 +213,8 @@ def _train(
 
 def _end(run: _PreparedRun, console: Console, loop: TrainingLoop, curve: LossCurve) -> None:
     """Say what was trained, where everything is, and how the model goes on with a text."""
-    trace = None if run.tracer is None else run.tracer.gathered()
-    if run.channel.rank == 0 and trace is not None:
-        loop.say(*leave(trace, run.config.output, title=run.title, width=console.width))
+    if run.tracer is not None:
+        loop.say(*run.tracer.leave(run.config.output, title=run.title, width=console.width))
     chosen = run.engine.activations
     loop.say(*changed_schedule(run.engine.pipeline), *([] if chosen.budget is None else chosen.lines()))
     if loop.stopped_by:

@@ -17,8 +17,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data import Data, DataPlace, EngineOfData, first_batches
 from shardwise.data.row_sources import as_opened, has_items
-from shardwise.engine.forward.batch_rows import DIM_0, BatchRows
-from shardwise.engine.forward.batches import Batch, rows_of
+from shardwise.engine.forward.batches import DIM_0, Batch, BatchRows, rows_of
 from shardwise.errors import DataError
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus, TextSamples, corpus_of, evaluation_rows, packed, read_corpus, text_batch

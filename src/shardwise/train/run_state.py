@@ -20,7 +20,7 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_states, set_random_states
 from shardwise.errors import ConfigError
 from shardwise.moving.nested_exchange import exchange
-from shardwise.train.callbacks import Position
+from shardwise.runs.callbacks import Position
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus
 

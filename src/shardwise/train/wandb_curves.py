@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, EvaluationValues, StepMetrics, TrainingLoop
+from shardwise.runs.callbacks import Callback, EvaluationValues, StepMetrics, TrainingLoop
 
 
 class Wandb(Callback):

@@ -15,8 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import shardwise as sw
 from shardwise.comm.nested_values import named_leaves
-from shardwise.engine.forward.batch_rows import BatchRows
-from shardwise.engine.forward.batches import count_rows, moved_to, split_batch, with_tensors
+from shardwise.engine.forward.batches import BatchRows, count_rows, moved_to, split_batch, with_tensors
 from tests.engine.given_words import Inputs, Sides
 from tests.engine.refusals import raise_of_all
 from tests.engine.tower import DATA, TP, on_ranks, tower

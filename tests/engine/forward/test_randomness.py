@@ -57,6 +57,48 @@ def losses(num_ranks: int, k: int, *, seed: int | None = None, model_seed: int =
     return first
 
 
+class Layered(nn.Module):
+    """More blocks of one class than torch compiles versions of its code."""
+
+    def __init__(self, calls: torch.Tensor) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, [calls] * 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1, keepdim=True)
+
+
+class Block(Dropping):
+    """Counts where it runs compiled."""
+
+    def __init__(self, calls: torch.Tensor) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            self.calls.add_(1)
+        return x + super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler, of what it traces
+@pytest.mark.parametrize("stage", [0, 3])
+def test_blocks_that_draw_are_compiled_however_many_there_are(stage: int) -> None:
+    calls = torch.zeros(())
+
+    def run(channel: sw.Channel) -> None:
+        model = Layered(calls)
+        for block in model.blocks:
+            block.compile(backend="eager")
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), sharding=sw.Sharding(stage=stage))
+        train(sw.parallelize(model, plan, optimizer=sgd, loss=square_loss, channel=channel), [points(0, 4)] * 2)
+
+    sw.simulate(1 if stage == 0 else 2, run)
+    assert calls == 2 * len(Layered(calls).blocks) * (1 if stage == 0 else 2)
+
+
 def test_masks_do_not_depend_on_how_microbatches_lie_over_data_ranks() -> None:
     expected = losses(1, 4)
     assert losses(2, 2) == pytest.approx(expected, rel=1e-6)

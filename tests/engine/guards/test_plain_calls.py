@@ -258,7 +258,7 @@ def test_data_ranks_that_were_written_to_otherwise_are_refused_and_alike_ones_go
 
 def test_a_write_is_compared_although_the_state_was_asked_for_in_between() -> None:
     def run(channel: sw.Channel) -> None:
-        engine = engine_on(channel, "stage 0")
+        engine = engine_on(channel, "bf16")
         with torch.no_grad():
             for each in engine.model.parameters():
                 each.mul_(1 + channel.rank)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.step.exact_sums import exact_sum
+from shardwise.engine.step.exchange import exact_sum
 from tests.properties import tried
 
 alike = st.floats(-1.0, 1.0)

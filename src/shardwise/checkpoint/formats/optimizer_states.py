@@ -18,8 +18,7 @@ from typing import Any
 from shardwise.checkpoint.formats.strided import TensorPlace
 from shardwise.errors import OptimizerError
 from shardwise.plan.names import MASTER
-from shardwise.plan.nested_state import flat_state
-from shardwise.plan.optimizer_entries import can_be_kept, can_be_of, python_types
+from shardwise.plan.optimizer_entries import can_be_kept, can_be_of, flat_state, python_types
 from shardwise.plan.saved_settings import GUESSED, IDLE, LISTED, NUMBERED, settings_to_json
 
 _MAX_WAYS = 200_000

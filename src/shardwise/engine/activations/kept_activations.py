@@ -1,6 +1,6 @@
 """What the plan's `activations` do to a model: which modules are wrapped, and what is known of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +9,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.activations.budgeted_modules import ActivationBudget, BudgetedModule
-from shardwise.engine.activations.kept_outputs import overloads_of
-from shardwise.engine.activations.recomputation import Recomputed
+from shardwise.engine.activations.recomputation import Recomputed, overloads_of
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
 from shardwise.engine.activations.saved_on_host import LEAST_BYTES, HostTransfers, Offloaded
 from shardwise.engine.forward.layers import wrap
@@ -80,7 +79,7 @@ class KeptActivations:
         self._modules = modules
         self._device = channel.device
         self._passes = passes
-        self._microbatch: Callable[[], int] = (lambda: self.number) if order is None else order.microbatch
+        self._order = order
         self._has_computed = False
         if modules.offload and channel.device.type != "cpu":
             self.transfers = HostTransfers(model, channel.device, passes, self._microbatch)
@@ -106,6 +105,9 @@ class KeptActivations:
             for each in (again, hosted):
                 if each is not None:
                     wrap(module, each)
+
+    def _microbatch(self) -> int:
+        return self.number if self._order is None else self._order.microbatch()
 
     def measuring(self, num_microbatches: int, trained: TrainedSet) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a step that computes so many microbatches, and trains this."""

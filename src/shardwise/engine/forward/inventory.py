@@ -8,6 +8,7 @@
 What belongs to a packed parameter is asked of its kind (`parameter_kinds`).
 """
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +22,15 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, share_elements
-from shardwise.engine.forward.parametrizations import see_parametrizations
 from shardwise.engine.parameter_kinds import AT_REST, Carried, ParameterKind, is_packed, is_shell, plain_class
 from shardwise.engine.torch_private import (
     GRADIENT_HOOKS,
     DisableTorchFunctionSubclass,
     NormWithStatistics,
+    SetValues,
     gradient_hooks,
     make_subclass,
+    stand_around_set,
     storage_id,
 )
 from shardwise.errors import ModelError, few_of
@@ -251,7 +253,7 @@ def kind_in(model: nn.Module) -> ParameterKind:
     """What the parameters of a model need besides their values."""
     if not any(map(is_packed, model.parameters())):
         return ParameterKind()
-    from shardwise.engine.packed.packed_weights import PackedWeights
+    from shardwise.engine.packed import PackedWeights
 
     return PackedWeights()
 
@@ -532,3 +534,20 @@ def take_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
         if gradient.layout is not torch.strided:
             found[name] = gradient.to_dense()
     return found
+
+
+@functools.cache
+def see_parametrizations() -> None:
+    """From here on, in this process, a tensor that is set to itself counts as not written.
+
+    Parametrizations that come and go in a forward (adapters of peft do so) set the weight under them to itself.
+    """
+    stand_around_set(_unless_same)
+
+
+def _unless_same(set_to: SetValues) -> SetValues:
+    def set_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
+        if target is not source:
+            set_to(target, source)
+
+    return set_unless_same

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.comm.accelerators import rounds_convolutions
-from shardwise.engine.torch_private import TorchDispatchMode, tree_leaves
+from shardwise.engine.torch_private import TorchDispatchMode, tensor_leaves
 
 Fact = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """A number of an operation: of the overload, its arguments, and what it made."""
@@ -43,12 +43,12 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     try:
         return int(count(*args, **kwargs, out_val=made))
     except Exception:  # torch 2.11 has none for attention with fewer heads of keys than of queries
-        return sum(each.numel() for each in tree_leaves(made) if isinstance(each, torch.Tensor))
+        return sum(each.numel() for each in tensor_leaves(made))
 
 
 def eps_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> float:
     """The coarsest precision of what an operation makes, and of the products in it; 0 for whole numbers."""
-    tensors = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+    tensors = tensor_leaves(made)
     floats = [each for each in tensors if each.is_floating_point() or each.is_complex()]
     return max((max(torch.finfo(each.dtype).eps, _eps_inside(str(func), each)) for each in floats), default=0.0)
 

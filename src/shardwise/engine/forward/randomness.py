@@ -34,6 +34,7 @@ from torch import nn
 from shardwise.comm.accelerators import random_sources
 from shardwise.engine.forward.aside import attributes_set
 from shardwise.engine.forward.layers import has_own_forward, in_backward
+from shardwise.engine.forward.outline import named_modules
 from shardwise.engine.forward.transforms import outside_of_transformations
 from shardwise.engine.torch_private import (
     DisableTorchFunction,
@@ -102,7 +103,9 @@ class KeyedRandom:
         # A model that is put under another plan, and a copy of it, keep hooks: they must not keep this object alive.
         reference, root = weakref.ref(self), weakref.ref(model)
         draws: dict[nn.Module, bool] = {}
-        for module in model.modules():
+        # Not inside of what is compiled: there hooks do nothing, and torch would compile each block anew for their ids
+        # (up to its limit of 8, and run the others as they are).
+        for module in dict.fromkeys(each for _, each in named_modules(model)):
             # A split reads and seeds the state of every generator: calls that cannot draw are spared it.
             if may_draw(module, draws):
                 StreamSplit(module, reference, root)

@@ -1,19 +1,26 @@
-"""torch.func inside of forwards and losses: what torch does there without asking the tensors, seen before it happens.
+"""torch.func and custom autograd functions inside of forwards: what torch does there without asking tensors or modes.
 
 grad, vjp, jacrev, hessian    refuse hooks of saved tensors: ours are off meanwhile, and what they watch stays
 all of them, vmap too         take the memory of their arguments: a parameter at rest (stage 3) is gathered first
+Function.apply                is no function of torch for a mode. While some thread runs a program over stages, another
+                              method stands below it, which asks the modes of the thread that calls it. Below it: models
+                              keep `apply = Custom.apply`, and the compiler of torch knows `Function.apply` itself
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import graph
 
+from shardwise.engine.forward.layers import is_ours
 from shardwise.engine.forward.passes import Passes
 from shardwise.engine.torch_private import (
+    AutogradFunction,
+    function_modes,
     is_transformed,
     pop_saved_hooks,
     push_saved_hooks,
@@ -63,7 +70,7 @@ def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:
 def _hooks_off(error_message: str) -> Iterator[None]:
     taken = []
     try:
-        while (hooks := top_saved_hooks(True)) and _is_ours(hooks[0]):
+        while (hooks := top_saved_hooks(True)) and is_ours(hooks[0]):
             pop_saved_hooks()
             taken.append(hooks)
             holder = getattr(hooks[0], "__self__", None)
@@ -83,10 +90,6 @@ def _hooks_off(error_message: str) -> Iterator[None]:
             push_saved_hooks(*hooks)
 
 
-def _is_ours(pack: Any) -> bool:
-    return str(pack.__module__).startswith("shardwise.")
-
-
 def _gathering(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(wrap)
     def wrapped(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -96,3 +99,62 @@ def _gathering(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return wrap(tensor, *args)
 
     return wrapped
+
+
+class SeesFunctions(Protocol):
+    """A mode that gives the results of custom autograd functions."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it lets all operations pass."""
+
+    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call."""
+
+
+_lock = threading.Lock()
+_running: list[SeesFunctions] = []
+"""Of all threads: simulated ranks are such."""
+
+
+@contextmanager
+def functions_seen(mode: SeesFunctions) -> Iterator[None]:
+    """Inside, custom autograd functions go through `mode` wherever it is among the modes of the thread."""
+    with _lock:
+        _running.append(mode)
+        AutogradFunction.apply = _SEEN  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with _lock:
+            _running.remove(mode)
+            if not _running:
+                del AutogradFunction.apply  # type: ignore[attr-defined]  # what it inherits is plain
+
+
+def seeing_modes() -> list[Any]:
+    """The modes over stages that see what this thread computes now."""
+    return [each for each in function_modes() if each in _running and not each.is_inside]
+
+
+@contextmanager
+def seen_again(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, a part of a forward runs again in backward, where these modes do not stand: they see it as before."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+            stack.enter_context(functions_seen(mode))
+        yield
+
+
+def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    # Equal for equal functions: a call is known again by it.
+    call = super(AutogradFunction, kind).apply
+    mode = next((each for each in function_modes() if each in _running), None)
+    # A function that is given code (a reentrant checkpoint) may call modules of several stages.
+    if mode is None or any(map(callable, args)) or any(map(callable, kwargs.values())):
+        return call(*args, **kwargs)
+    return mode.on_function(call, args, kwargs)
+
+
+_SEEN: Any = classmethod(_apply)

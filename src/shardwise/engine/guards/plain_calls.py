@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from shardwise.engine.forward.aside import attributes_set
-from shardwise.engine.forward.reads_between_steps import ReadsBetweenSteps
-from shardwise.engine.optimizers.master_states import follow_states
+from shardwise.engine.forward.part_watch import ReadsBetweenSteps
+from shardwise.engine.optimizers.known import follow_states
 from shardwise.engine.optimizers.traits import has_own_step
 from shardwise.engine.torch_private import (
     TAKES_SCALE,

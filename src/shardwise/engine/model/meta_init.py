@@ -30,7 +30,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +46,10 @@ from shardwise.engine.torch_private import (
     DisableTorchFunction,
     TorchDispatchMode,
     schema_of,
-    storage_id,
-    tree_leaves,
+    storage_of,
+    tensor_leaves,
     tree_map_only,
+    written_by,
 )
 from shardwise.errors import ModelError, in_words
 
@@ -119,7 +120,7 @@ class _TwinTensor:
             vars(values).pop("_is_hf_initialized", None)  # transformers skips a tensor with this mark
         elif self.kind == "_parameters":
             values = nn.Parameter(values, requires_grad=False)
-        self.installed, self.storage = values, _storage(values)
+        self.installed, self.storage = values, storage_of(values)
         self.held[self.storage] = self
         self.put(self.twin, values)
 
@@ -203,13 +204,13 @@ class _RunTrace(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.begin_draw(*args, *kwargs.values())
-        tensors = _tensors((args, kwargs))
-        written = _tensors([args[at] if at < len(args) else kwargs.get(key) for at, key in _written_arguments(func)])
+        tensors = tensor_leaves((args, kwargs))
+        written = tensor_leaves(written_by(func, args, kwargs))
         read = [each for each in tensors if not any(each is other for other in written)]
         sources = set() if name.startswith("new_") or name.endswith("_like") else self._read_from(read)
         overwrites = name in _OVERWRITING or "out" in schema_of(func).overload_name
         for tensor in written:
-            if (target := self._held.get(_storage(tensor))) is not None:
+            if (target := self._held.get(storage_of(tensor))) is not None:
                 if others := [each.name for each in sources if each is not target]:
                     raise RuntimeError(f"it computes {target.name!r} from {others[0]!r}")
                 is_renewed = overwrites and not sources and tensor.numel() == target.empty.numel()
@@ -222,9 +223,9 @@ class _RunTrace(TorchDispatchMode):
                 raise RuntimeError(f"{func} would compute values from tensors without values")
             args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         output = func(*args, **kwargs)
-        for each in _tensors(output) if sources else ():
-            if each.is_meta and _storage(each) not in self._held:
-                self._sources[_storage(each)] = each, sources | self._read_from([each])
+        for each in tensor_leaves(output) if sources else ():
+            if each.is_meta and storage_of(each) not in self._held:
+                self._sources[storage_of(each)] = each, sources | self._read_from([each])
         return output
 
     def take_over(self, target: _TwinTensor) -> None:
@@ -245,7 +246,7 @@ class _RunTrace(TorchDispatchMode):
     def _read_from(self, tensors: Iterable[torch.Tensor]) -> set[_TwinTensor]:
         """The tensors of the twin whose values these are, or are computed from."""
         found: set[_TwinTensor] = set()
-        for storage in map(_storage, tensors):
+        for storage in map(storage_of, tensors):
             found |= {self._held[storage]} if storage in self._held else self._sources.get(storage, (None, set()))[1]
         return found
 
@@ -567,24 +568,6 @@ def _method(module: nn.Module, name: str, *, num_arguments: int) -> Callable[...
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     return method if len(needed) == num_arguments and inspect.Parameter.KEYWORD_ONLY not in needed else None
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operation writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema_of(func).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(storage_id(tensor.untyped_storage()))
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from shardwise.engine.step.edges import StateEntry
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.zero.flat_params import FlatParams, Owned
-from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.grad_buffers import HostGradients
 from shardwise.engine.zero.reduce import GradReduce
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.plan import Footprint, OwnedLayout, Parameter, Placement, Plan, Traffic, footprint, traffic

@@ -32,8 +32,8 @@ from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.model.rank_parts import RankParts
-from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer
+from shardwise.engine.optimizers.trials import with_shells
 from shardwise.engine.step.edges import EntryRestoration
 from shardwise.engine.step.loss_scaling import of_settings
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass, load_alone, loads_as_torch_does, not_in_files
@@ -42,10 +42,10 @@ from shardwise.errors import CheckpointError
 from shardwise.moving import Gathering
 from shardwise.moving.piece_exchange import PIECES, pack_pieces, tensors_in
 from shardwise.plan.names import MASTER, named_by_wrappers, split_state_name, state_name
-from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
+    flat_once,
     has_own_form,
     has_updated,
     names_without_elements,

@@ -36,8 +36,8 @@ from shardwise.engine.model.state import (
     stored_of_all,
     targets_of,
 )
-from shardwise.engine.optimizers.doubles import with_shells
 from shardwise.engine.optimizers.known import KnownOptimizer, of_no_parameter
+from shardwise.engine.optimizers.trials import with_shells
 from shardwise.engine.parameter_kinds import Swapped, inner_by_path, is_shell
 from shardwise.engine.torch_private import COMPILED_CALL, HOOKS_OF_MODULES, DisableTorchFunctionSubclass, version_of
 from shardwise.engine.zero.flat_params import whole
@@ -47,7 +47,7 @@ from shardwise.moving.live_states import reshard_told
 from shardwise.moving.piece_exchange import merged_settings, pack_pieces, tensors_in
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
-from shardwise.plan.nested_state import flat_state, nested_state
+from shardwise.plan.optimizer_entries import flat_state, nested_state
 from shardwise.plan.outlines import parents
 from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece

@@ -31,10 +31,10 @@ from shardwise.engine.forward.counters import Counters
 from shardwise.engine.forward.part_watch import Held, PartWatch
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.guards.plain_calls import counts_steps
-from shardwise.engine.optimizers.doubles import storages
 from shardwise.engine.optimizers.known import KnownOptimizer, on_host
 from shardwise.engine.optimizers.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizers.traits import in_table
+from shardwise.engine.optimizers.trials import storages
 from shardwise.engine.torch_private import storage_id, tree_map_only
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from shardwise.engine.forward.inventory import Inventory
-from shardwise.engine.torch_private import OF_SCHEDULERS, tree_leaves
+from shardwise.engine.torch_private import OF_SCHEDULERS, tensor_leaves
 from shardwise.errors import OptimizerError
 from shardwise.plan.optimizer_entries import NEVER_ALONG
 
@@ -114,7 +114,7 @@ def flags_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Flags
     """What some optimizers note in the state of a parameter before the first step: how they update it."""
     state = dict.get(optimizer.state, parameter) or {}  # as it is: see `StateOfMasters`
     # Next to moments, numbers are counts of steps: a double would go on from them without the moments.
-    sizes = {each.numel() for each in tree_leaves(state) if isinstance(each, torch.Tensor)}
+    sizes = {each.numel() for each in tensor_leaves(state)}
     has_moments = parameter.numel() == 1 or not sizes <= {1}
     found = []
     for key, each in state.items():

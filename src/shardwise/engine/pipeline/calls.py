@@ -45,13 +45,18 @@ from shardwise.comm.nested_values import (
 from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, put_in
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
-from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE, ForeignParameters
 from shardwise.engine.pipeline.infer import CallOutcome, Inference, Known, Writes, describe
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
-from shardwise.engine.pipeline.staged_calls import Fakes, PlacedModule, StagedCall, storage_of
+from shardwise.engine.pipeline.staged_calls import (
+    OF_ANOTHER_STAGE,
+    Fakes,
+    ForeignParameters,
+    PlacedModule,
+    StagedCall,
+)
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, version_of
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_of, version_of
 from shardwise.errors import ModelError
 
 

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 import torch
 
+from shardwise.engine.forward.precision import casts_of
 from shardwise.engine.torch_private import (
     dispatch_modes,
     function_modes,
@@ -149,8 +150,7 @@ class _ThreadState:
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
-        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
-        self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
+        self._casts, self._caches = casts_of(device), torch.is_autocast_cache_enabled()
         self._saving = top_saved_hooks(True)
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
@@ -166,8 +166,8 @@ class _ThreadState:
                 stack.enter_context(self._stream)
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
-            for kind, dtype, caches in self._autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+            for kind, dtype in self._casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._caches))
             if self._saving is not None:
                 # A step inside of `save_on_cpu()` means all of its forwards, those in threads too.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))

@@ -28,16 +28,14 @@ from typing_extensions import override
 
 from shardwise.comm.local_tensors import is_dense
 from shardwise.comm.nested_values import named_leaves, tensors_in, transform
-from shardwise.engine.forward.autograd_functions import functions_seen
 from shardwise.engine.forward.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.forward.randomness import KeyedRandom
-from shardwise.engine.forward.transforms import INSIDE_A_MODULE, refusal_of_transformed
+from shardwise.engine.forward.transforms import INSIDE_A_MODULE, functions_seen, refusal_of_transformed
 from shardwise.engine.pipeline.calls import Executor, Inside
-from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
 from shardwise.engine.pipeline.infer import Inference
 from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor, StageValue
-from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedOperation
+from shardwise.engine.pipeline.staged_calls import ForeignParameters, PlacedModule, StagedOperation
 from shardwise.engine.pipeline.stages import Stages
 from shardwise.engine.pipeline.transfers import MicrobatchFlow
 from shardwise.engine.torch_private import (

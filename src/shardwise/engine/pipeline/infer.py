@@ -32,8 +32,8 @@ from shardwise.engine.forward.randomness import KeyedRandom
 from shardwise.engine.pipeline.arguments import Arguments, spec_of
 from shardwise.engine.pipeline.nested import Opaque, numbers_and_texts_in, user_site, with_numbers_and_texts
 from shardwise.engine.pipeline.stage_tensor import Spec
-from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, StagesOfTensors, storage_of
-from shardwise.engine.torch_private import function_modes, pop_function_mode, push_function_mode
+from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, StagesOfTensors
+from shardwise.engine.torch_private import function_modes, pop_function_mode, push_function_mode, storage_of
 from shardwise.errors import ModelError
 
 # A program whose shapes never repeat would else fill the memory of every rank.

@@ -53,7 +53,7 @@ import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
-from shardwise.engine.torch_private import set_conj, set_neg
+from shardwise.engine.torch_private import flagged
 from shardwise.errors import MismatchError, PeerError
 
 # Fixed, so that a header is one message of known size: the receiver cannot know dims before it has read something.
@@ -492,19 +492,11 @@ def _flags(tensor: torch.Tensor) -> int:
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as they are in memory."""
-    if not _flags(tensor):
-        return tensor
-    bare = tensor.detach()
-    set_conj(bare, False)
-    set_neg(bare, False)
-    return bare
+    return flagged(tensor.detach(), is_conj=False, is_neg=False) if _flags(tensor) else tensor
 
 
 def _flagged(bare: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags:
-        set_conj(bare, bool(flags & 1))
-        set_neg(bare, bool(flags & 2))
-    return bare
+    return flagged(bare, is_conj=bool(flags & 1), is_neg=bool(flags & 2)) if flags else bare
 
 
 def _lead(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardwise.engine.torch_private import make_wrapper_subclass, set_conj, set_neg, version_of
+from shardwise.engine.torch_private import flagged, make_wrapper_subclass, version_of
 
 
 # Strides too: they decide whether `.contiguous()` and `.reshape()` give a copy or a view, thus what a write in place
@@ -58,10 +58,8 @@ class Spec(NamedTuple):
 
     def flagged(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fresh tensor, marked as one whose elements are read conjugated or negated where this one's are."""
-        if self.is_conj:
-            set_conj(tensor, True)
-        if self.is_neg:
-            set_neg(tensor, True)
+        if self.is_conj or self.is_neg:
+            flagged(tensor, is_conj=self.is_conj, is_neg=self.is_neg)
         return tensor
 
 

@@ -8,6 +8,7 @@ and dtypes without elements, on the device of the real ones.
     call_noted_hooks    the noted hooks are called in order, on all ranks   with values of the stage
 """
 
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import is_plain, tensors_in, transform
 from shardwise.engine.forward.aside import items_set, kept_attributes
 from shardwise.engine.forward.layers import OfEngine, Place, is_ours, package_of, run_eagerly, structures_of, wrap
-from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE
+from shardwise.engine.forward.sharded_parameters import functions_of_metadata
 from shardwise.engine.pipeline.nested import comparable, token_of, user_site
 from shardwise.engine.pipeline.stage_tensor import Spec, StageTensor
 from shardwise.engine.torch_private import (
@@ -38,9 +39,59 @@ from shardwise.engine.torch_private import (
     hooks_with_keywords,
     parametrizations_uncached,
     schema_of,
-    storage_id,
+    storage_of,
+    written_by,
 )
 from shardwise.errors import ModelError
+
+OF_ANOTHER_STAGE = (
+    "{name!r} computes with a parameter or a buffer of a module on another stage: an argument or an attribute "
+    "({site}). Place both modules on one stage, or pass the tensor through forward"
+)
+"""Of a call by its name, and a place in the program."""
+
+
+# One class for each name of a call: a class is made once, and modules are called in every microbatch.
+@functools.cache
+def _refusing_class(call: str) -> type:
+    """The class of another stage's parameters while `call` is executed: they have a description only.
+
+    A torch function mode would see reads as well, but some modules take other paths under one: torch's transformer
+    layer leaves its fused kernel, which rounds differently.
+    """
+
+    def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in functions_of_metadata():
+            raise ModelError(OF_ANOTHER_STAGE.format(name=call, site=user_site()))
+        with DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    kind: type = nn.Parameter
+    return type(kind)("ForeignParameter", (kind,), {"__torch_function__": classmethod(torch_function)})
+
+
+class ForeignParameters:
+    """Those of a model on one rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # On the meta device. Looked for once: a generation comes to `refusing` in each call, and the walk over all
+        # modules takes ten times as long as the rest.
+        self._known = [each for each in model.parameters() if type(each) is nn.Parameter and each.is_meta]
+
+    @contextmanager
+    def refusing(self, call: str) -> Iterator[None]:
+        """Nothing that `call` computes may come from another stage's module, which has no values here."""
+        # torch would compute with them and give a meta tensor, or fail with a message on devices: neither names the
+        # module and the way out.
+        refusing = _refusing_class(call)
+        for each in self._known:
+            each.__class__ = refusing
+        try:
+            yield
+        finally:
+            for each in self._known:
+                each.__class__ = nn.Parameter
+
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -61,15 +112,6 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         return None, None
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share their memory."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    storage = storage_id(tensor.untyped_storage())
-    assert isinstance(storage, int)
-    return storage
 
 
 _UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
@@ -128,10 +170,7 @@ class Trial(TorchDispatchMode):
         if (asked := kwargs.get("device")) is not None and asked.index is None and asked.type == self._device.type:
             kwargs = {**kwargs, "device": self._device}
         if schema.is_mutable:
-            given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
-            for each in schema.arguments:
-                if each.alias_info is not None and each.alias_info.is_write:
-                    self._note(tensors_in(given.get(each.name)))
+            self._note(tensors_in(written_by(func, args, kwargs)))
         return func(*args, **kwargs)
 
 

@@ -7,8 +7,12 @@ known before anything is dropped, alike on all ranks. `Stages` is a rank's view 
     stages       (0, 3)        the stages whose modules hold it
     first_stage  0             by its first name: the rank of stage 0 owns it
     users        {0: 0, 1: 3}  rank along pp -> the last of its stages that computes with it
+
+All ranks agree on a placement first: a pure function (`plan.stages.place`) of the tree of modules, their work, and the
+order of their first calls.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +21,19 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.forward.aside import items_set
+from shardwise.engine.forward.batches import Batch, LossOfModel, first_microbatch
 from shardwise.engine.forward.inventory import Inventory, exchange, named_places, take_over, with_values
+from shardwise.engine.forward.outline import outline_of
+from shardwise.engine.forward.trial_runs import count_work
 from shardwise.engine.parameter_kinds import is_shell
-from shardwise.engine.pipeline.staged_calls import PlacedModule, storage_of
-from shardwise.engine.torch_private import change_tensors
-from shardwise.plan import Parameter, Placement
+from shardwise.engine.pipeline.staged_calls import PlacedModule
+from shardwise.engine.torch_private import change_tensors, storage_of
+from shardwise.errors import PlanError
+from shardwise.plan import Parameter, Placement, Plan
+from shardwise.plan.stages import place
 
 
 class Stages:
@@ -161,12 +171,12 @@ def assign_parameters(model: nn.Module, inventory: Inventory, placement: Placeme
     """Find the stages of every parameter, by the modules that hold it."""
     stages_of = stages_of_modules(model, placement)
     found: dict[str, list[int]] = {spec.name: [] for spec in inventory.specs}
-    for module, _, place, parameter in named_places(model):
-        for name in inventory.names_at(place, parameter):
+    for module, _, at, parameter in named_places(model):
+        for name in inventory.names_at(at, parameter):
             if module in stages_of:
                 found[name] += stages_of[module]
-            elif place in placement.parameters:
-                found[name].append(placement.parameters[place])
+            elif at in placement.parameters:
+                found[name].append(placement.parameters[at])
     assert all(found.values()), "a placement has a stage for every parameter"
     return StageParameters(
         placement=placement,
@@ -260,3 +270,48 @@ def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:
     if spec.fused or spec.portion is not None:
         return with_values(parameter, torch.empty(spec.shape, device="meta", dtype=dtype))
     return with_values(parameter, torch.empty_like(parameter, device="meta", dtype=dtype))  # with its own strides
+
+
+WHOLE = Placement(num_ranks=1, num_stages=1, modules={"": 0}, parameters={})
+"""Of a model that is not cut."""
+
+
+def agree_on_placement(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None, channel: Channel
+) -> Placement:
+    """Place the modules of `model`, in the order in which `sample` runs through them where there is one.
+
+    Where work decides, it is what rank 0 counts or measures on the sample.
+
+    Raises PlanError, the same on all ranks.
+    """
+    if plan.mesh.pp * plan.pipeline.num_chunks == 1:
+        return WHOLE
+    purpose = "work of modules"
+    with agreed(channel, purpose=purpose) as counted:
+        measured: Any = [None, None]
+        if plan.pipeline.stages is None:
+            if sample is None and plan.pipeline.balance != "parameters":
+                raise PlanError(
+                    f"pipeline.balance: {plan.pipeline.balance!r} asked, which runs the model on a batch; give one: "
+                    'parallelize(..., sample=batch), or balance by "parameters"'
+                )
+            if sample is not None and channel.rank == 0:
+                measured = _measure(model, plan, loss, sample)
+        counted.value = json.dumps(measured).encode()
+    # Times differ from rank to rank: those of rank 0 hold.
+    form = json_as(tuple[dict[str, float] | None, list[str] | None])
+    ((work, order),) = understood(counted.values[:1], form, purpose=purpose)
+    with agreed(channel, purpose="verdict on the placement"):
+        return place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
+
+
+def _measure(
+    model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch
+) -> tuple[dict[str, float] | None, list[str]]:
+    """Work and order of the modules, on one microbatch of the sample, on the device where the model was built."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    part = first_microbatch(sample, plan, device, loss.rows)
+    balance = plan.pipeline.balance
+    work, order = count_work(model, lambda: loss(part), kind="flops" if balance == "parameters" else balance)
+    return None if balance == "parameters" else work, order

@@ -32,10 +32,9 @@ from shardwise.engine.step.exchange import StepExchange, StepFlags, Weighting, e
 from shardwise.engine.step.figures import Divisors, FigureMaking, Figures, RankFigures
 from shardwise.engine.step.loss_entries import LossEntries
 from shardwise.engine.step.norm import NormParts, Norms, clip_values, clipped_parts, norm_parts, reported_parts
-from shardwise.engine.tensor.summed_gradients import sum_over_ranks
-from shardwise.engine.tensor.whole_gradients import WholeGradients
+from shardwise.engine.tensor.summed_gradients import WholeGradients, sum_over_ranks
 from shardwise.engine.zero.flat_params import Owned, runs_of
-from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.grad_buffers import HostGradients
 from shardwise.engine.zero.masters import close_masters, open_masters
 from shardwise.engine.zero.reduce import GradReduce
 

@@ -31,10 +31,9 @@ from shardwise.engine.forward.batches import (
     scaled_loss,
 )
 from shardwise.engine.forward.passes import Joint, Passes, UnevenMicrobatches
-from shardwise.engine.forward.precision import dtypes_explained
+from shardwise.engine.forward.precision import AutocastRegions, dtypes_explained
 from shardwise.engine.forward.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
-from shardwise.engine.guards.autocast_regions import AutocastRegions
 from shardwise.engine.model.batch_statistics import synchronised_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.span_recorder import SpanRecorder

@@ -9,11 +9,12 @@
                        gradients, whether a buffer has another shape
                        3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 + 4 = 14 bits in 2 bytes
             figures    loss and norm of this rank (`figures`)
-            times      of this rank up to here (`rank_times`)
+            times      of this rank up to here (`telemetry`)
 
 Each rank gets what all ranks give, computes the same from it, and so refuses, skips and stops like the others. A part
 that ranks have alike is read once, and numbers are read as one array (`RankValues`): a step costs the host of 4,096
-ranks no loop over them.
+ranks no loop over them. Sums of what all ranks give are rounded once (`exact_sum`): they depend neither on the order of
+the ranks nor on their number.
 """
 
 import json
@@ -24,9 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress, count, pairwise, zip_longest
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardwise.comm import Channel
@@ -41,12 +43,46 @@ from shardwise.comm.agreement import (
 )
 from shardwise.comm.rank_values import Index, RankValues, Table
 from shardwise.engine.forward.batch_digests import digest_of_lines
-from shardwise.engine.forward.batch_rows import DIM_0, BatchRows
-from shardwise.engine.forward.batches import LossWeight, Microbatch, Weight, count_rows
+from shardwise.engine.forward.batches import DIM_0, BatchRows, LossWeight, Microbatch, Weight, count_rows
 from shardwise.engine.forward.passes import Joint
 from shardwise.engine.step.channels import RankGroups
-from shardwise.engine.step.exact_sums import Numbers, exact_sum
 from shardwise.errors import BatchError, MismatchError
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+"""In float64."""
+
+_FEW = 128
+"""So many are added one after the other in less time than an array takes."""
+
+
+def exact_sum(values: Sequence[float] | Numbers) -> float:
+    """The sum, correctly rounded, as `math.fsum` has it; nan where it is not finite."""
+    try:
+        total = math.fsum(values if len(values) <= _FEW else _few_with_the_same_sum(np.asarray(values, np.float64)))
+    except (OverflowError, ValueError):  # too large on the way, or infinities of both signs
+        return math.nan
+    return total if math.isfinite(total) else math.nan
+
+
+def _few_with_the_same_sum(rest: Numbers) -> Sequence[float]:
+    # Rump, Ogita and Oishi, "Accurate floating-point summation part I" (2008): next to a large power of two, all values
+    # are rounded to multiples of one unit. The sum of these is exact, whatever the order, and so is what they leave.
+    #
+    #     values    1.25   0.3    -7.1                        a power of two that is larger than their sum can be
+    #     high      1.25   0.25   -7.125   ->  -5.625         multiples of its last bit (here 1/8)
+    #     rest      0.0    0.05    0.025   ->  the next round
+    found: list[float] = []
+    while (most := float(np.abs(rest).max())) != 0.0:
+        _, exponent = math.frexp(most)
+        unit = exponent + len(rest).bit_length() + 1
+        if not math.isfinite(most) or unit > 1023:
+            return [*found, *rest.tolist()]
+        large = math.ldexp(1.0, unit)
+        high = rest + large
+        high -= large
+        found.append(float(high.sum()))
+        rest = rest - high
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,10 +29,8 @@ import torch
 
 from shardwise.comm.agreement import understood_runs
 from shardwise.comm.rank_values import RankValues
-from shardwise.engine.forward.kept_numbers import KeptNumbers, divide_on_device
 from shardwise.engine.step.channels import EngineChannels
-from shardwise.engine.step.exact_sums import Numbers
-from shardwise.engine.step.exchange import Weighting, refuse_different_batches
+from shardwise.engine.step.exchange import Numbers, Weighting, refuse_different_batches
 from shardwise.engine.step.loss_entries import LossEntries, kinds_of_ranks, names_in, rows_in, sums_of_shares
 from shardwise.engine.step.norm import (
     Key,
@@ -46,6 +44,7 @@ from shardwise.engine.step.norm import (
     squares_of_atoms,
     total_of_norms,
 )
+from shardwise.engine.zero.grad_buffers import KeptNumbers, divide_on_device
 
 _PURPOSE = "losses and norms"
 

@@ -29,11 +29,11 @@ from typing import TypeAlias
 
 import torch
 
-from shardwise.engine.forward.kept_numbers import KeptNumbers
 from shardwise.engine.forward.trained_parameters import Groups, TrainedSet, groups_in, meant_by_globs
-from shardwise.engine.step.exact_sums import Numbers, exact_sum
+from shardwise.engine.step.exchange import Numbers, exact_sum
 from shardwise.engine.torch_private import group_by_device_and_dtype, storage_id
 from shardwise.engine.zero.flat_params import Owned, Run, runs_of
+from shardwise.engine.zero.grad_buffers import KeptNumbers
 from shardwise.errors import PlanError, few_of
 from shardwise.plan import Ownership, Parameter
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS

@@ -38,7 +38,7 @@ from shardwise.engine.forward.layers import (
 )
 from shardwise.engine.forward.outline import innermost_module
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
-from shardwise.engine.torch_private import assert_on_device, at_end_of_backward, tree_leaves, version_of
+from shardwise.engine.torch_private import assert_on_device, at_end_of_backward, tensor_leaves, tree_leaves, version_of
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.plan.tensor_plan import Ranges, Style, StyleKind, TensorPlan
 from shardwise.space import even_cuts
@@ -488,5 +488,4 @@ def _arguments(frame: FrameType) -> list[torch.Tensor]:
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
-    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return tensor_leaves([frame.f_locals.get(name) for name in code.co_varnames[:count]])

@@ -13,21 +13,35 @@ one that begins it (a value copied to the ranks, a part taken) they are complete
 So a parameter with an own gradient is summed over the ranks, whatever the rules say of it. A parameter reached in both
 ways has a gradient that no sum makes right, and is refused. So is a collective whose output is read in another way than
 it gives it: all ranks read alike what a module gives whole, each rank reads for itself what a module leaves cut.
+
+Hooks of the user on parameters that are cut get the whole gradient, as in one process:
+
+    rank 0   gradient of rows 0:6  --+                                       +-->  rows 0:6
+                                     +-->  hook(gradient of all 12 rows)  -->+
+    rank 1   gradient of rows 6:12 --+     on both ranks                     +-->  rows 6:12
+
+Of a whole parameter whose gradient is a sum over ranks, each has a term: the hook gets the sum, and rank 0 keeps what
+it gives. `p.grad` of a cut parameter has the shape of the part: hooks behind the accumulation have a `PartWatch`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.forward.gradient_kinds import Gradient, Sources, resolve
+from shardwise.engine.forward.layers import is_ours
+from shardwise.engine.forward.part_watch import PartWatch
 from shardwise.engine.forward.trained_parameters import ALL, MOST_TRAINED, TrainedSet
+from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.tensor.tp_collectives import TpCollectives, collective_of, module_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
-from shardwise.errors import ModelError
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, backward_hooks, gradient_hooks
+from shardwise.errors import ModelError, few_of
+from shardwise.plan.tensor_plan import TensorPlan
 
 # Behind these in backward a gradient is of this rank's part or term. `gather_to_ranks` and `reduce_scatter` stand
 # between two own values: the gradient that they get is own too.
@@ -291,3 +305,94 @@ def sum_over_ranks(
         flat = torch.cat([gradient.reshape(-1) for gradient in alike])
         for gradient, total in zip(alike, collectives.sum_of(flat).split(lengths), strict=True):
             gradient.copy_(total.view(gradient.shape))
+
+
+_Hook: TypeAlias = Callable[[torch.Tensor], Any]
+
+
+class WholeGradients:
+    """Stands around the hooks that users put on the parameters of one rank."""
+
+    def __init__(self, summed: SummedGradients, plan: TensorPlan, channel: Channel) -> None:
+        """summed: knows the parameters, and whose gradients are terms. Takes off what an earlier plan has put there."""
+        self.summed = summed
+        self.channel = channel
+        self.portions = [plan.portions(rank) for rank in range(channel.size)]
+        for _, hooks in self._hooks():
+            for key, hook in list(hooks.items()):
+                hooks[key] = getattr(hook, "hook", hook) if isinstance(hook, _AroundHook) else hook
+
+    def take_in(self, *, compares: bool) -> str:
+        """Stand around hooks that came since. Returns, to be compared, the parameters that have some: in words."""
+        if self.channel.size == 1:
+            return ""
+        found = set()
+        for name, hooks in self._hooks():
+            for key, hook in list(hooks.items()):
+                # Those of this package know parts.
+                if not is_ours(hook):
+                    hooks[key] = _AroundHook(hook, name, self)
+                if isinstance(hooks[key], _AroundHook):
+                    found.add(name)
+        return f", with hooks on {few_of(sorted(found))}" if found and compares else ""
+
+    def _hooks(self) -> list[tuple[str, MutableMapping[int, Any]]]:
+        with DisableTorchFunctionSubclass():  # between steps a part follows what is asked of it
+            return [
+                (name, hooks)
+                for name, each in self.summed.parameters.items()
+                for hooks in (backward_hooks(each), gradient_hooks(each))
+                if hooks
+            ]
+
+
+class _AroundHook:
+    def __init__(self, hook: _Hook, name: str, gradients: WholeGradients) -> None:
+        self.hook = hook
+        self._name = name
+        self._channel = gradients.channel
+        self._summed = gradients.summed
+        self._portions = [each.get(name) for each in gradients.portions]
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        is_accumulated = given.is_leaf and given.requires_grad  # the parameter itself
+        gradient = given.grad if is_accumulated else given
+        if gradient is None:
+            return self.hook(given)
+        if self._portions[0] is None and self._name not in self._summed.names:
+            return self.hook(given)
+        if self._portions[0] is not None and is_accumulated:
+            watch = PartWatch([(given, True, 0), (gradient, True, 0)])
+            watch.turn(True)
+            try:
+                return self.hook(given)
+            finally:
+                watch.turn(False)
+        with torch.no_grad():
+            whole = self._whole(gradient)
+        if is_accumulated:
+            given.grad = whole
+            self.hook(given)
+            found = given.grad
+        else:
+            found = self.hook(whole)
+        own = self._own(whole if found is None else found)
+        if not is_accumulated:
+            return own
+        given.grad = own
+        return None
+
+    def _whole(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._portions[0] is None:
+            whole = gradient.clone()
+            sum_over_ranks([whole], self._channel)
+            return whole
+        portions = [each for each in self._portions if each is not None]
+        collectives = TpCollectives(self._channel, f"gradient of {self._name!r} for a hook")
+        return collectives.all_gather(gradient, portions[0].dim, [each.ranges for each in portions])
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        portion = self._portions[self._channel.rank]
+        if portion is not None:
+            return portion_of(whole, portion).contiguous()
+        return whole if self._channel.rank == 0 else torch.zeros_like(whole)

@@ -80,7 +80,7 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
     if sample is not None:
         part = first_microbatch(sample, plan, device, loss.rows)
         return lambda: loss(part)
-    from shardwise.engine.samples.config_samples import sample_for
+    from shardwise.engine.samples import sample_for
 
     made = sample_for(model)
     if made is None:

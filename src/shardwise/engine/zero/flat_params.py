@@ -35,19 +35,13 @@ from shardwise.engine.forward.inventory import Inventory
 from shardwise.engine.forward.sharded_parameters import refusal_of_write, sharded_class
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.forward.writes import bits_in, is_due, is_on_host, is_readable
-from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_id, version_of
+from shardwise.engine.torch_private import DisableTorchFunctionSubclass, storage_of, version_of
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.masters import master
 from shardwise.errors import ModelError
 from shardwise.plan import Ownership, Parameter, Segment, Slot
 from shardwise.plan.specs import Offload
 from shardwise.space import Box, Piece
-
-
-def _storage_of(parameter: torch.Tensor) -> int:
-    """The storage object of one that is sharded: its address changes whenever it is gathered."""
-    storage: int = storage_id(parameter.untyped_storage())
-    return storage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +137,8 @@ class FlatParams:
         here = self._parameters
         self._names, self._all = list(here), list(here.values())
         sharded = {slot.name for bucket in self.sharded for slot in bucket.plan.slots}
-        self._place_functions = [_storage_of if name in sharded else torch.Tensor.data_ptr for name in here]
+        # Of one that is sharded the storage: its address changes whenever it is gathered.
+        self._place_functions = [storage_of if name in sharded else torch.Tensor.data_ptr for name in here]
         self._places = self._places_now()
         self._watched = here | self._in_no_bucket
         """Parameters whose counts of writes are compared."""

@@ -1,7 +1,8 @@
-"""Memory for gradients that are reduced after every microbatch: some buffers in turn, copies to them, views of sums.
+"""Memory for gradients: buffers in turn, copies to them, views of sums, and rooms on the host.
 
-Two of them, for four buckets that backward completes one after the other (stage 2; at stage 3 a buffer has all buckets
-of a unit). The first gradient of b2 waits for b0, which gives A back:
+Two buffers serve gradients that are reduced after every microbatch: here of four buckets, which backward completes one
+after the other (stage 2; at stage 3 a buffer has all buckets of a unit). The first gradient of b2 waits for b0, which
+gives A back:
 
     backward    | b0        | b1        | b2        | b3        |
     buffer A    | fills b0  | reduce b0 | fills b2  | reduce b2 |
@@ -9,6 +10,19 @@ of a unit). The first gradient of b2 waits for b0, which gives A back:
     waits                                 b0^         b1^           b2, b3 in `GradReduce.reduce`
 
 Where transfers go on only while somebody waits, or the sum needs the scratch, the launch of b1 waits for b0 already.
+
+Gradients of masters that are in the host's memory travel there bucket by bucket, while backward still runs:
+
+    device        | backward of b2 | backward of b1 | backward of b0 | norm |                      forward ..
+    reductions                     | reduce b2      | reduce b1      | reduce b0
+    down                                            | b2             | b1   | b0
+    host          launches ..                                               | clip, step on b2 | b1 | b0
+    up                                                                                         | b2 | b1 | b0
+
+A part becomes a mean before it leaves, so that the host has one pass less. The host waits once: for the norm, and for
+the parts that are still on their way then.
+
+The few numbers that a step makes on a device have memory that the next step uses again: steady steps take none.
 """
 
 import operator
@@ -21,9 +35,46 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.zero.flat_params import Mark, Owned, Run
-from shardwise.plan import Ownership, Precision
+from shardwise.engine.zero.bucket_memory import page_locked
+from shardwise.engine.zero.flat_params import FlatParams, Mark, Owned, Run
+from shardwise.plan import Bucket, Ownership, Precision
 from shardwise.plan.memory import buffer_bytes, places_in_buffers
+
+
+class KeptNumbers:
+    """Places by name. A step writes to one behind the kernels of the last step that read it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._places: dict[str, torch.Tensor] = {}
+
+    def place(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """The place of this name, whose values mean nothing yet; a new one where shape or dtype differ from before."""
+        found = self._places.get(name)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            found = self._places[name] = torch.empty(shape, dtype=dtype, device=self.device)
+        return found
+
+    def one(self, dtype: torch.dtype) -> torch.Tensor:
+        """The number 1; nobody writes to it."""
+        name = f"one {dtype}"
+        if name not in self._places:
+            self._places[name] = torch.ones((), dtype=dtype, device=self.device)
+        return self._places[name]
+
+
+def divide_on_device(
+    parts: Sequence[torch.Tensor], divisor: int, scale: torch.Tensor | None, kept: KeptNumbers
+) -> None:
+    """Divide gradients in place, by the number and by the scale of the losses if there is one."""
+    if not parts:  # a stage that trains nothing; torch refuses empty lists
+        return
+    if scale is not None:
+        place = kept.place("divisor", dtype=scale.dtype)
+        torch._foreach_div_(list(parts), torch.mul(scale, divisor, out=place))
+    elif divisor > 1:
+        torch._foreach_div_(list(parts), divisor)
+
 
 _NUM_KEPT = 2
 """One fills while the other is reduced."""
@@ -242,3 +293,75 @@ class OwnedGradients:
     def forget(self) -> None:
         """The buffers are given back: views would keep them."""
         self._parts, self._views, self._runs = (), {}, {}
+
+
+class HostGradients:
+    """The owned gradients of one rank in page-locked memory of the host."""
+
+    def __init__(
+        self, buffers: FlatParams, device: torch.device, changes: Callable[[Collection[str]], bool] | None
+    ) -> None:
+        """changes: whether reduced gradients of some of these parameters may change again before `send_rest`."""
+        self._stream = torch.Stream(device)
+        self._changes = changes
+        self._rooms: dict[str, torch.Tensor] = {}
+        """The owned part of a bucket, by its first parameter."""
+        self._room_of: dict[str, torch.Tensor] = {}
+        for bucket in (each.plan for each in buffers.buckets if each.plan.trainable):
+            room = page_locked(bucket.counts[buffers.owner], torch_dtype(bucket.master))
+            self._rooms[bucket.slots[0].name] = room
+            self._room_of |= {slot.name: room for slot in bucket.slots}
+        self.parts: Sequence[torch.Tensor] = list(self._rooms.values())
+        """Flat, valid after `arrived`."""
+        self._views = OwnedGradients()
+        self._divisor = 1
+        self._scale: torch.Tensor | None = None
+        self._numbers = KeptNumbers(device)
+        self._kept: list[tuple[str, torch.Tensor]] = []
+        self._last: torch.Event | None = None
+        """What the device passes when all that was sent has come."""
+
+    def begin(self, divisor: int, scale: torch.Tensor | None) -> None:
+        """An update begins. divisor and scale: what makes means of its sums, on the device."""
+        self._divisor, self._scale = divisor, scale
+        self._kept.clear()
+        # Of an update that was given up, whose gradients the device is about to overwrite.
+        self._wait()
+
+    def send(self, bucket: Bucket, part: torch.Tensor) -> None:
+        """The owned part of a bucket has its last value; it stays as it is, but for the division and the clip."""
+        name = bucket.slots[0].name
+        if self._changes is not None and self._changes([slot.name for slot in bucket.slots]):
+            self._kept.append((name, part))
+        else:
+            self._send(name, part)
+
+    def send_rest(self) -> None:
+        """Send what was held back, too."""
+        for name, part in self._kept:
+            self._send(name, part)
+        self._kept.clear()
+
+    def arrived(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
+        """The gradients of what is owned, by name, in the shapes of the masters; the host waits for them."""
+        self._wait()
+        return self._views.views(owned, self.parts, self._room_of.__getitem__)
+
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
+        """The same as flat runs, each with its mark; asked for after `arrived`."""
+        return self._views.runs(runs)
+
+    @torch.no_grad()
+    def _send(self, name: str, part: torch.Tensor) -> None:
+        divide_on_device([part], self._divisor, self._scale, self._numbers)
+        # On a stream of copies alone: nothing that computes waits for them. The memory stays the gradients' until the
+        # host has waited.
+        self._stream.wait_event(torch.accelerator.current_stream(part.device).record_event())
+        with self._stream:
+            self._rooms[name].copy_(part, non_blocking=True)
+        self._last = self._stream.record_event()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None

@@ -21,7 +21,7 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.transforms import see_transformations
 from shardwise.engine.parameter_kinds import inner_by_path
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.grad_buffers import HostGradients
 from shardwise.engine.zero.reduce import GradReduce, SmallGradients
 from shardwise.engine.zero.unshard import GatheredUnit, Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.digests import digest_of_values
-from shardwise.engine.forward.part_watch import PART, Held
-from shardwise.engine.forward.reads_between_steps import ONE_ROOT, carried_out
+from shardwise.engine.forward.part_watch import ONE_ROOT, PART, Held, carried_out
 from shardwise.engine.forward.sharded_parameters import functions_of_memory, functions_of_metadata
 from shardwise.engine.forward.writes import Content, is_on_host
 from shardwise.engine.torch_private import (

@@ -48,9 +48,15 @@ from shardwise.engine.forward.passes import Passes
 from shardwise.engine.forward.trained_parameters import ALL, TrainedSet
 from shardwise.engine.torch_private import DisableTorchFunctionSubclass
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
-from shardwise.engine.zero.grad_buffers import MOST_ELEMENTS, GradBuffer, GradBuffers, GradCopies, OwnedGradients
+from shardwise.engine.zero.grad_buffers import (
+    MOST_ELEMENTS,
+    GradBuffer,
+    GradBuffers,
+    GradCopies,
+    HostGradients,
+    OwnedGradients,
+)
 from shardwise.engine.zero.grad_hooks import Collectors, is_hooked, taken_by
-from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, OwnedLayout, Precision, plan_arena
 from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype

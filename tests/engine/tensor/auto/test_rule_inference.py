@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw
-from shardwise.engine.samples.config_samples import sample_for
+from shardwise.engine.samples import sample_for
 from shardwise.engine.tensor.auto.rehearsal import RehearsalError, rehearse
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.plan.tensor_cuts import plan_tensor

@@ -24,7 +24,7 @@ from shardwise.engine.forward.observe import Observed
 from shardwise.engine.forward.trial_runs import aside, watch_calls
 from shardwise.engine.tensor.auto.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.auto.operation_rules import follow, moved
-from shardwise.engine.torch_private import schema_of, tree_leaves
+from shardwise.engine.torch_private import schema_of, tensor_leaves
 from shardwise.plan.outlines import AdaptedMap, TensorModule, TensorOutline, parents
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
 
@@ -77,7 +77,7 @@ def _followed_maps(outline: TensorOutline) -> Iterator[tuple[str, TensorModule]]
 def _tensors_in(output: Any) -> list[torch.Tensor]:
     if isinstance(output, dict):  # an output of transformers is one, whatever torch knows of it
         output = dict(output)
-    return [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    return tensor_leaves(output)
 
 
 @dataclass(eq=False)

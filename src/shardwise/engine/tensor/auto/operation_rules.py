@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.tensor.auto.atoms import TensorFlow, TracedOperation, slim, varies
-from shardwise.engine.torch_private import tree_leaves, tree_map
+from shardwise.engine.torch_private import tensor_leaves, tree_map
 
 Numbers = torch.Tensor
 """An atom for each element."""
@@ -255,7 +255,7 @@ def _normalize(flow: TensorFlow, operation: TracedOperation) -> None:
 def _pick(flow: TensorFlow, operation: TracedOperation) -> None:
     """Elements by their positions."""
     name, source = operation.name, operation.args[0]
-    positions = [each for each in tree_leaves((operation.args[1:], operation.kwargs)) if isinstance(each, torch.Tensor)]
+    positions = tensor_leaves((operation.args[1:], operation.kwargs))
     # Positions that depend on cut values differ by rank; those of a meta tensor are unknown.
     if flow.numbers.get(source) is None or flow.cut(positions) or any(each.is_meta for each in positions):
         refuse(flow, operation.given, name)

@@ -29,7 +29,7 @@ from shardwise.engine.parameter_kinds import is_packed
 from shardwise.engine.tensor.proof.isolated_runs import NoDropout, differ, factor_of
 from shardwise.engine.tensor.styles import SharedInputs, Styled
 from shardwise.engine.tensor.tp_collectives import taken
-from shardwise.engine.torch_private import forward_hooks, tree_leaves
+from shardwise.engine.torch_private import forward_hooks, tensor_leaves
 from shardwise.errors import in_words
 from shardwise.plan.outlines import TensorOutline
 from shardwise.plan.tensor_plan import Ranges, Style, TensorPlan
@@ -170,15 +170,11 @@ def _ends(style: Style) -> bool:
 
 def _note(calls: _Heard, _module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
     # Copies: the model may write in place to what it reads or gives.
-    calls.forwards.append((_first(args, kwargs).clone(), output.clone()))
+    calls.forwards.append((tensor_leaves((args, kwargs))[0].clone(), output.clone()))
 
 
 def _note_hooks(calls: _Heard, _module: nn.Module, _args: Any, output: Any) -> None:
     calls.hooks.append([each.clone() for each in tensors_in(output)])
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
 
 
 class _Prompter(Layer):
@@ -203,7 +199,7 @@ class _Prompter(Layer):
         # A row reads its part. Others that end a cut (tokens of a vocabulary, a column that gathers) read what is
         # whole.
         reads_part = style.kind == "gathered" or (style.kind == "row" and not style.splits)
-        self._compare(_first(args, kwargs), given, style.ranges if reads_part else None, "reads")
+        self._compare(tensor_leaves((args, kwargs))[0], given, style.ranges if reads_part else None, "reads")
         if style.gathers:
             # Gathered columns: the forward with this rank's portion gives its part of the output, which can be compared
             # here. A row gives a term of a sum, which is nowhere in the whole model.

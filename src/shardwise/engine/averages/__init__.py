@@ -1,1 +1,0 @@
-"""Running averages of the weights."""

@@ -1,1 +1,0 @@
-"""The model's own `generate`, under every plan."""

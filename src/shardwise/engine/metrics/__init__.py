@@ -1,1 +1,0 @@
-"""Metrics over all rows of all ranks."""

@@ -1,1 +1,0 @@
-"""Samples that a model is run on, from the configurations of transformers."""

@@ -1,1 +1,0 @@
-"""What steps cost in time and memory, on each rank."""
