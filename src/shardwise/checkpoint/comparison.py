@@ -6,18 +6,21 @@
 What differs has its first difference. Equal tensors are not in what is returned.
 """
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.state_pieces import gather_findings
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, Read, part_of_piece, windows
 from shardwise.comm import Channel
+from shardwise.comm.agreement import texts_in, understood_once
 from shardwise.errors import CheckpointError
+from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
@@ -139,8 +142,9 @@ class StoredPairs:
                 findings = self.findings(sorted(readers).index(channel.rank), len(readers))
             except CheckpointError as error:
                 findings = list(error.problems)
-        if findings := gather_findings(channel, findings, purpose=self.purpose):
-            raise CheckpointError(*findings, about=self.about)
+        (texts,) = Gathering(self.purpose).gather(channel, [json.dumps(findings).encode()])
+        if found := dict.fromkeys(chain.from_iterable(understood_once(texts, texts_in, purpose=self.purpose))):
+            raise CheckpointError(*found, about=self.about)
 
 
 def joined_numbers(files: DataFiles, contents: Contents, groups: Iterable[Sequence[str]]) -> StoredPairs:
