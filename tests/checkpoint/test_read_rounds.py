@@ -322,8 +322,9 @@ def test_eight_requests_are_under_way_to_a_file_that_is_opened_once(tmp_path: Pa
 
 @pytest.mark.parametrize("how", [None, "columns"])
 @pytest.mark.parametrize("rewrite", [None, sw.Rewrite("w^T -> x\nv^T -> w\nx -> v")])
+@pytest.mark.parametrize("shared", [True, False])
 def test_few_exchanges_come_before_the_first_byte_of_data(
-    how: Cut | None, rewrite: sw.Rewrite | None, tmp_path: Path
+    how: Cut | None, rewrite: sw.Rewrite | None, shared: bool, tmp_path: Path
 ) -> None:
     save_large(tmp_path, "rows")
     targets = shares(how, 2)
@@ -345,7 +346,8 @@ def test_few_exchanges_come_before_the_first_byte_of_data(
                 counts.append(len(purposes))
 
         counted: Any = Counted()
-        sw.load(Hooked(LocalStore(tmp_path), note), targets[channel.rank], channel=counted, rewrite=rewrite)
+        store = Hooked(LocalStore(tmp_path), note)
+        sw.load(store, targets[channel.rank], channel=counted, rewrite=rewrite, shared=shared)
         return counts[0]
 
     assert set(sw.simulate(2, run)) == {3}

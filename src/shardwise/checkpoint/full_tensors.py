@@ -283,7 +283,7 @@ def _agree(
             f"{requests[0].decode()}; make the same call on all ranks"
         )
     facts = RankFacts.of(pieces, packed, purpose=_PURPOSE)
-    known = Holdings.of(channel, facts, list(held.tensors), rewrite)
+    known = Holdings.of(facts, list(held.tensors), rewrite)
     held = known.held(channel, held)
     holders = holders_by_tensor(known.lists)
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):

@@ -29,7 +29,7 @@ from shardwise.checkpoint.rewritten import (
 from shardwise.checkpoint.state_pieces import Held, merge_ties
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, agreed, json_as, understood
+from shardwise.comm.agreement import a_table, json_as, understood
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.moving.piece_exchange import pack_pieces, unpack_alike
@@ -129,12 +129,14 @@ class Holdings:
     """Of each piece of this rank where its elements go under these names."""
 
     @classmethod
-    def of(cls, channel: Channel, facts: RankFacts, own: list[Piece], rewrite: Rewrite | None) -> "Holdings":
-        """All ranks call it together; nothing moves. own: what this rank holds, as it says in `facts`.
+    def of(cls, facts: RankFacts, own: list[Piece], rewrite: Rewrite | None) -> "Holdings":
+        """Nothing moves. own: what this rank holds, as it says in `facts`.
 
-        Raises the same error on all ranks: RewriteError, with every finding, if the rewrite does not fit.
+        Raises the same error on all ranks, which know the same: RewriteError, with every finding, if the rewrite does
+        not fit.
         """
-        held = unpack_alike(facts.pieces, pack_pieces(own), own)
+        mine = pack_pieces(own)
+        held = unpack_alike(facts.pieces, mine, own)
         aliases = merge_ties(facts.ties, [held[text] for text in facts.pieces])
         first = {text: [each for each in pieces if each.name not in aliases] for text, pieces in held.items()}
         if rewrite is None:
@@ -146,8 +148,7 @@ class Holdings:
         metas = metas_of_pieces(chain.from_iterable(first.values()), num_ranks=ranks_along_tp(facts.layout))
         # In the model's order where that is known: outputs come in the order of their sources.
         sources = {name: metas[name] for name in dict.fromkeys([*facts.order, *metas]) if name in metas}
-        with agreed(channel, purpose="verdict on a rewrite"):
-            checked = checked_for_state(rewrite, sources, aliases, facts.layout)
+        checked = checked_for_state(rewrite, sources, aliases, facts.layout)
         beside = beside_pieces(checked)
         places = dict(zip(first, places_in_outputs(checked, first.values()), strict=True))
         under = {
@@ -160,7 +161,7 @@ class Holdings:
             order=list(checked.outputs),
             plain={},
             checked=checked,
-            places=places[facts.pieces[channel.rank]],
+            places=places[mine],
         )
 
     def held(self, channel: Channel, held: Held) -> Held:

@@ -1,9 +1,12 @@
 """Loading: a checkpoint of any layout into a state of any other.
 
-[1] contents   what is stored, from metadata only, the same on all ranks
+[1] contents   what is stored, from metadata only, the same on all ranks, maybe under the names of a rewrite
 [2] match      what every rank wants, and from which stored tensor it comes; all refuse together, with all findings
-[3] rounds     every rank reads and verifies a batch of blocks; all agree; what others need of it is handed on
-[4] finish     the target makes the values its own
+[3] places     the stored pieces of all that is wanted, and the views of the target that take their elements
+[4] rounds     every rank reads and verifies a batch of blocks; all agree; what others need of it is handed on
+[5] finish     the target makes the values its own
+
+Before the first byte there are three exchanges: in [1], in [2], and one that settles the rounds.
 """
 
 import json

@@ -282,16 +282,14 @@ class SaveMemory:
             self._store = store_of(path)
         return self._store
 
-    def arranged(
-        self, channel: Channel, facts: RankFacts, held: Held, arguments: Arguments
-    ) -> tuple[Holdings, Arrangement]:
+    def arranged(self, facts: RankFacts, held: Held, arguments: Arguments) -> tuple[Holdings, Arrangement]:
         """Who holds what, under the names of the rewrite if there is one, and who writes what."""
         # Every save through this memory has the same rewrite.
         key = (list(facts.pieces), list(map(repr, facts.ties)), facts.layout, arguments.file_layout)
         # Most saves of a run are of a state that is cut as the last one was: the texts of all pieces are the same, and
         # nothing is planned. Only numbers, such as the step, are looked at anew.
         if self._kept is None or key != self._key:
-            known = Holdings.of(channel, facts, list(held.tensors), arguments.rewrite)
+            known = Holdings.of(facts, list(held.tensors), arguments.rewrite)
             self._key, self._kept = key, (known, arrange(known.lists, arguments.file_layout, block_bytes=BLOCK_BYTES))
         return self._kept
 
@@ -331,7 +329,7 @@ def prepare(
     # Ranks know different settings, such as the optimizers of their own stage.
     settings = merged_settings(settings_of_all, purpose=_FACTS)
     of_ranks = RankFacts(pieces=pieces, ties=ties, order=(), is_of_model=False, layout=layout_of(settings))
-    known, arrangement = memory.arranged(channel, of_ranks, held, arguments)
+    known, arrangement = memory.arranged(of_ranks, held, arguments)
     held = known.held(channel, held)
     if known.checked is not None:
         settings, findings = renamed_settings(settings, known.checked)

@@ -1,5 +1,6 @@
 """Sources: what a path holds, in whatever format, found out once and known to every rank."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -13,8 +14,7 @@ from shardwise.checkpoint.packed_contents import pack_contents, unpack_contents
 from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, listed_once, refusals, store_of
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, understood
-from shardwise.comm.digests import digest_of
+from shardwise.comm.agreement import agreed, json_as, understood
 from shardwise.errors import CheckpointError, MismatchError, PeerError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
@@ -114,8 +114,8 @@ def agree_on_source(
     """
     contents: Contents | None = None
     refusal: ShardwiseError | None = None
-    purpose = "options of a load, and the checkpoint"
-    with agreed(channel, purpose=purpose, num_parts=2) as agreement:
+    place = packed = b""
+    with agreed(channel, purpose="options of a load, and the checkpoint", num_parts=3) as agreement:
         given, agreement.value = options()
         store = store_of(path)
         # One rank reads: a thousand ranks that list and parse the same files are a burden for the storage. It also
@@ -125,68 +125,37 @@ def agree_on_source(
                 contents = read_contents(store, step=step)
             except ShardwiseError as error:  # first the options are compared, and another rank may see the checkpoint
                 refusal = error
-        told = b""
-        if contents is not None and channel.size > 1:
-            told = pack_contents(contents) if shared else f"{_digest(contents)} {contents.location}".encode()
-        agreement.parts = [given.encode(), told]
-    texts, answers = agreement.of_parts or ([given.encode()], [told])
+        if contents is not None:
+            # The path for itself: one checkpoint may be mounted under different names.
+            place = json.dumps(contents.location).encode()
+            packed = pack_contents(replace(contents, location="")) if channel.size > 1 else b""
+        agreement.parts = [given.encode(), place, packed]
+    texts, places, answers = agreement.of_parts
     if different := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         one, other = (each.decode(errors="replace") for each in (texts[0], texts[different[0]]))
         raise MismatchError(
             f"rank {different[0]} loads with {other}, but rank 0 with {one}; make the same call on all ranks"
         )
-    if channel.size == 1 or shared:
-        first, readers = 0, frozenset(range(channel.size))
-        if channel.size == 1 or not answers[0]:
-            with agreed(channel, purpose="verdict on the checkpoint"):
-                if refusal is not None:
-                    raise refusal
-    else:
-        first, readers = _readers(channel, understood(answers, _sight_in, purpose=purpose), refusal)
-        # The words of one rank for all, also where others know it under another path.
-        mine = b"" if contents is None or channel.rank != first else pack_contents(contents)
-        answers = channel.exchange(mine, purpose="contents of the checkpoint")
-    if contents is None or channel.rank != first:
-        contents = _understood(answers, first)
-    return Source(store=store, contents=contents, readers=readers, words=agreement.values)
-
-
-def _readers(
-    channel: Channel, sights: Sequence[tuple[str, str] | None], refusal: ShardwiseError | None
-) -> tuple[int, frozenset[int]]:
-    """The first rank that sees the checkpoint, and all that do; each rank says a digest of it and where it is."""
-    seen = {rank: each for rank, each in enumerate(sights) if each is not None}
-    if not seen and refusal is not None:
+    known = understood(places, lambda each: json_as(str)(each) if each else None, purpose="place of the checkpoint")
+    seen = {rank: each for rank, each in enumerate(known) if each is not None}
+    if not seen:
         with agreed(channel, purpose="verdict on the checkpoint"):
-            raise refusal
-    first, (digest, place) = next(iter(seen.items()))
-    # Digests, without the path: one checkpoint may be mounted under different names.
-    for rank, (other, elsewhere) in seen.items():
-        if other != digest:
-            raise CheckpointError(
-                f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}. Choose one that "
-                "both see (step=..., or --resume PATH of one save), or remove the newer ones"
-            )
-    return first, frozenset(seen)
-
-
-def _sight_in(answer: bytes) -> tuple[str, str] | None:
-    if not answer:
-        return None
-    digest, place = answer.decode().split(" ", 1)
-    return digest, place
-
-
-def _understood(texts: Sequence[bytes], rank: int) -> Contents:
-    """What one rank has read."""
-    read = understood(
-        texts, lambda each: unpack_contents(each) if each else None, purpose="contents of the checkpoint"
-    )[rank]
-    if read is None:
-        raise PeerError(f"rank {rank} gave no contents of the checkpoint", rank=rank, operation="exchange")
-    return read
-
-
-def _digest(contents: Contents) -> str:
-    """Equal for one checkpoint at any place."""
-    return digest_of(pack_contents(replace(contents, location=""))).hex()
+            if refusal is not None:
+                raise refusal
+    first = min(seen, default=0)
+    if others := [rank for rank in seen if answers[rank] != answers[first]]:
+        raise CheckpointError(
+            f"rank {first} and rank {others[0]} see different checkpoints at {seen[first]} and {seen[others[0]]}. "
+            "Choose one that both see (step=..., or --resume PATH of one save), or remove the newer ones"
+        )
+    if contents is None:
+        read = understood(
+            answers, lambda each: unpack_contents(each) if each else None, purpose="contents of the checkpoint"
+        )
+        contents = read[first]
+    if contents is None:
+        raise PeerError(f"rank {first} gave no contents of the checkpoint", rank=first, operation="exchange")
+    # The words of one rank for all, also where others know it under another path.
+    contents = replace(contents, location=seen.get(first, ""))
+    readers = frozenset(range(channel.size) if shared else seen)
+    return Source(store=store, contents=contents, readers=readers, words=agreement.values)

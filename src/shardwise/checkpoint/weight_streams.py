@@ -244,7 +244,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     requests, pieces, packed, wants = gathered.texts
     rewrite = _one_rewrite(channel, requests, given.rewrite)
     facts = RankFacts.of(pieces, packed, purpose=_PURPOSE)
-    known = Holdings.of(channel, facts, list(given.held.tensors), rewrite)
+    known = Holdings.of(facts, list(given.held.tensors), rewrite)
     source = known.held(channel, given.held)
     own_targets = list(given.wanted.tensors)
     pieces_of = unpack_alike(wants, given.texts[-1], own_targets)
