@@ -17,12 +17,11 @@ import torch
 
 from shardwise.checkpoint.comparison import compared
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
+from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, check_arguments
 from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.model_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.reading import DataFiles, GrowingBuffer
-from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import WINDOW_BYTES, Read
 from shardwise.comm.local_tensors import torch_dtype

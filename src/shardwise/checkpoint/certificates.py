@@ -222,9 +222,9 @@ def certify_return(
 def _compared(
     store: Store, written: Contents, source: Store, original: Contents, known: Mapping[str, str]
 ) -> tuple[ComparedTensor, ...]:
-    """Each tensor that was written, compared with the tensor of its name in the original; `known`: see `_completed`."""
-    made = _completed(known, lambda outputs: _digests(store, outputs), outputs_of(written))
-    there = _digests(source, outputs_of(original))
+    """Each tensor that was written, compared with the tensor of its name in the original; `known`: see `_digests`."""
+    made = _digests(store, outputs_of(written), known)
+    there = _digests(source, outputs_of(original), {})
 
     def verdict(name: str) -> Literal["equal", "differs", "not written", "not in the original"]:
         if name not in made:
@@ -258,8 +258,8 @@ class _RoundTrip:
         """
         # The two sides are different files, and sha256 lets go of the interpreter: two cores take half the time.
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as thread:
-            awaited = thread.submit(_completed, known, lambda rest: _digests(self.source, rest), self.sent)
-            found = _digests(self.store, self.back, passing)
+            awaited = thread.submit(_digests, self.source, self.sent, known)
+            found = _digests(self.store, self.back, {}, passing)
             there = awaited.result()
         return there, {name: found[self._found(name)] for name in there if self._found(name) in found}
 
@@ -388,20 +388,15 @@ def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | N
     return next((pair for dtypes in plain for pair in pairwise(dtypes) if pair[0] != pair[1]), None)
 
 
-def _completed(
-    known: Mapping[str, str], digests: Callable[[Outputs], dict[str, str]], outputs: Outputs
+def _digests(
+    store: Store, outputs: Outputs, known: Mapping[str, str], passing: PassingDigests | None = None
 ) -> dict[str, str]:
-    """The digests of all outputs. Some are known; only the others are read."""
-    rest = {name: each for name, each in outputs.tensors.items() if name not in known}
-    found = {**known, **digests(replace(outputs, tensors=rest))}
-    return {name: found[name] for name in outputs.tensors}
-
-
-def _digests(store: Store, outputs: Outputs, passing: PassingDigests | None = None) -> dict[str, str]:
-    """sha256 of the elements of every output."""
-    found = PassingDigests(outputs.tensors)
+    """sha256 of the elements of every output. Some are known: only the others are read. passing: sees what is read."""
+    unknown = {name: each for name, each in outputs.tensors.items() if name not in known}
+    found = PassingDigests(unknown)
     read = outputs.reader(DataFiles(store, digests=passing))
-    for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
+    for window in outputs.windows([each.whole for each in unknown.values()]):
         for piece, elements in zip(window, read(window), strict=True):
             found.see(piece, elements)
-    return dict(found.found)
+    sums = {**known, **found.found}
+    return {name: sums[name] for name in outputs.tensors}

@@ -5,10 +5,11 @@ the tensors are.
 """
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Self, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, is_model_name, model_name_of_master
@@ -33,7 +34,7 @@ from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.renamed_settings import with_vocabulary
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
-from shardwise.checkpoint.states import Weights, check_arguments, check_weights
+from shardwise.checkpoint.states import wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
@@ -48,6 +49,9 @@ ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed
 Hugging Face, or a checkpoint from which torch.distributed.checkpoint, torchtitan, DeepSpeed or Megatron continues.
 Formats of other packages add their own: see `formats.registry`.
 """
+
+Weights: TypeAlias = Literal["current", "average"]
+"""The weights as training left them, or the averages that it kept of them."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Tensors in one Hugging Face file: what `save_pretrained` took for long, and hubs advise."""
@@ -291,6 +295,35 @@ def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Con
     return store, read_contents(store)
 
 
+def check_arguments(
+    *,
+    rewrite: object = None,
+    config: object = None,
+    step: object = None,
+    max_shard_bytes: object = 1,
+    flags: Mapping[str, object],
+) -> None:
+    """Raise CheckpointError, with all that is wrong, unless these can be the arguments of a conversion.
+
+    flags: by name, what must be True or False.
+    """
+    # Every wrong argument at once, before anything is opened: a long conversion shall not fail at its end for a flag.
+    problems = [] if rewrite is None else wrong_rewrite(rewrite)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        problems.append(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
+    # type, not isinstance: True is an int, and would be the save of step 1.
+    if step is not None and type(step) is not int:
+        problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
+    if type(max_shard_bytes) is not int:
+        what = f"{max_shard_bytes!r}, a {type(max_shard_bytes).__name__}"
+        problems.append(f"max_shard_bytes is {what}; give a whole number")
+    elif max_shard_bytes < 1:
+        problems.append(f"files of {max_shard_bytes} bytes were asked for; give at least 1")
+    problems += [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
+    if problems:
+        raise CheckpointError(*problems)
+
+
 def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
     planners = folder_planners()
@@ -360,7 +393,8 @@ class Conversion:
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
         _check_form(to, dtype=dtype, like=like)
-        check_weights(weights)
+        if weights not in get_args(Weights):
+            raise CheckpointError(f'weights is {weights!r}; give "current" or "average"')
         store = store_of(source)
         form = None if like is None else Likeness.of(like)
         contents = read_contents(store, step=step)

@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.numbered_state import notes_of
 from shardwise.comm.digests import checksum
 from shardwise.errors import CheckpointError, PlanError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
+from shardwise.plan.saved_settings import NUMBERED
 from shardwise.space import Piece
 
 FORMAT: Final = "shardwise-checkpoint"
@@ -230,7 +230,8 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
         extra=head.extra,
         step=head.step,
         layout=head.layout,
-        notes=notes_of(head.settings),
+        # What is said of optimizers whose parameters are numbered.
+        notes=tuple(str(each.get("note", "")) for each in head.settings.get(NUMBERED, ())),
         manifest=folder + MANIFEST,
     )
 

@@ -43,11 +43,6 @@ def is_unsettled(contents: Contents) -> bool:
     return bool(contents.left_state or contents.settings.get(NUMBERED))
 
 
-def notes_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a save says of optimizers whose parameters it numbers."""
-    return tuple(str(each.get("note", "")) for each in settings.get(NUMBERED, ()))
-
-
 def as_numbered(contents: Contents, orders: Sequence[Order]) -> OrderedState:
     """Name the numbered state of a checkpoint as the target's optimizers count. orders: of each of them.
 

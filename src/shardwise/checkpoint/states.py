@@ -10,9 +10,8 @@ A state says which pieces this rank has, as views of live tensors: asking copies
     Positioned         .cursor() .check() .resume()        no state: `sw.Data`, whose position goes along
 """
 
-import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -163,47 +162,8 @@ State: TypeAlias = Mapping[str, torch.Tensor] | Mapping[Piece, torch.Tensor] | S
 """What `save` and `load` take: tensors (plain or DTensor) by name, tensors by piece, or an object with `state()`."""
 
 
-Weights: TypeAlias = Literal["current", "average"]
-"""The weights as training left them, or the averages that it kept of them."""
-
-
-def check_weights(weights: object) -> None:
-    """Raise CheckpointError for what is not one of the two."""
-    if weights not in get_args(Weights):
-        raise CheckpointError(f'weights is {weights!r}; give "current" or "average"')
-
-
 def wrong_rewrite(rewrite: object) -> list[str]:
     """What is wrong with what was given as a rewrite: nothing for a rewrite, and for None."""
     if rewrite is None or isinstance(rewrite, Rewrite):
         return []
     return [f"rewrite is a {type(rewrite).__name__}; give sw.Rewrite(text)"]
-
-
-def check_arguments(
-    *,
-    rewrite: object = None,
-    config: object = None,
-    step: object = None,
-    max_shard_bytes: object = 1,
-    flags: Mapping[str, object],
-) -> None:
-    """Raise CheckpointError, with all that is wrong, unless these can be the arguments of a conversion.
-
-    flags: by name, what must be True or False.
-    """
-    # Every wrong argument at once, before anything is opened: a long conversion shall not fail at its end for a flag.
-    problems = wrong_rewrite(rewrite)
-    if config is not None and not isinstance(config, str | os.PathLike):
-        problems.append(f"config is a {type(config).__name__}; give the path of a folder or a file, or None")
-    # type, not isinstance: True is an int, and would be the save of step 1.
-    if step is not None and type(step) is not int:
-        problems.append(f"step is {step!r}, a {type(step).__name__}; give a whole number or None")
-    if type(max_shard_bytes) is not int:
-        what = f"{max_shard_bytes!r}, a {type(max_shard_bytes).__name__}"
-        problems.append(f"max_shard_bytes is {what}; give a whole number")
-    elif max_shard_bytes < 1:
-        problems.append(f"files of {max_shard_bytes} bytes were asked for; give at least 1")
-    problems += [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
-    if problems:
-        raise CheckpointError(*problems)

@@ -14,8 +14,7 @@ from shardwise.errors import plural
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
-    from shardwise.checkpoint.conversion import ConvertTarget
-    from shardwise.checkpoint.states import Weights
+    from shardwise.checkpoint.conversion import ConvertTarget, Weights
     from shardwise.rewrite import Rewrite
 
 

@@ -28,44 +28,21 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space.boxes import row_major_strides
 
 _DTYPES: Mapping[int, str] = MappingProxyType(
-    {
-        0: "float32",
-        1: "float16",
-        24: "int8",
-        25: "int16",
-        26: "int32",
-        27: "int64",
-        28: "float64",
-        30: "bfloat16",
-    }
+    dict(zip((0, 1, 30, 28), ("float32", "float16", "bfloat16", "float64"), strict=True))
+    | dict(enumerate(("int8", "int16", "int32", "int64"), 24))
 )
 _QUANTISED: Mapping[int, str] = MappingProxyType(
-    {
-        2: "Q4_0",
-        3: "Q4_1",
-        6: "Q5_0",
-        7: "Q5_1",
-        8: "Q8_0",
-        9: "Q8_1",
-        10: "Q2_K",
-        11: "Q3_K",
-        12: "Q4_K",
-        13: "Q5_K",
-        14: "Q6_K",
-        15: "Q8_K",
-        16: "IQ2_XXS",
-        17: "IQ2_XS",
-        18: "IQ3_XXS",
-        19: "IQ1_S",
-        20: "IQ4_NL",
-        21: "IQ3_S",
-        22: "IQ2_S",
-        23: "IQ4_XS",
-        29: "IQ1_M",
-        34: "TQ1_0",
-        35: "TQ2_0",
-        39: "MXFP4",
-    }
+    dict(
+        zip(
+            (2, 3, *range(6, 24), 29, 34, 35, 39),
+            (
+                *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"),
+                *("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "IQ1_M"),
+                *("TQ1_0", "TQ2_0", "MXFP4"),
+            ),
+            strict=True,
+        )
+    )
 )
 _NUMBERS: Mapping[int, str] = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

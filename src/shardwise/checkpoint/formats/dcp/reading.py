@@ -50,21 +50,9 @@ from shardwise.space.boxes import row_major_strides
 
 _RECORDS = frozenset(
     {
-        "BytesIOWriteData",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "MEM_FORMAT_ENCODING",
-        "Metadata",
-        "MetadataIndex",
-        "SavePlan",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-        "_MEM_FORMAT_ENCODING",
-        "_StorageInfo",
+        *("BytesIOWriteData", "BytesStorageMetadata", "ChunkStorageMetadata", "MEM_FORMAT_ENCODING", "Metadata"),
+        *("MetadataIndex", "SavePlan", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "TensorWriteData"),
+        *("WriteItem", "WriteItemType", "_MEM_FORMAT_ENCODING", "_StorageInfo"),
     }
 )
 _OF_MEGATRON = frozenset({"MCoreMetadata", "MCoreSavePlan", "TensorReformulationMetadata"})
