@@ -336,7 +336,7 @@ def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(plan: str, t
         accelerator.end_training()
         return found
 
-    settings = {"gradient_accumulation_steps": 2}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
     traced, _ = on_ranks(PLANS[plan], run, trace=tmp_path / "traced", **settings)
     assert traced.norms == on_ranks(PLANS[plan], run, **settings)[0].norms
     events = json.loads((tmp_path / "traced" / "trace.json").read_text())["traceEvents"]

@@ -101,6 +101,7 @@ def stopped_here(channel: Channel, folder: Path) -> list[tuple[list[float], int]
                     optimizer.zero_grad()
                 if not accelerator.sync_gradients:
                     continue
+                assert accelerator.report is not None
                 losses.append(accelerator.report.loss)
                 if preemption.requested(accelerator.engine):
                     accelerator.save_state(folder)

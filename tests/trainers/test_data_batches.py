@@ -12,7 +12,7 @@ ROWS = {"input": torch.arange(14.0).reshape(7, 2)}
 
 
 def engine() -> sw.Engine:
-    return begun(alone(), lambda: torch.nn.Linear(2, 1), sw.Plan())
+    return begun(alone(), lambda: torch.nn.Linear(2, 1), sw.Plan())  # type: ignore[no-any-return]
 
 
 def test_an_epoch_is_the_updates_that_hold_the_samples_and_a_loop_is_the_rest_of_one() -> None:
