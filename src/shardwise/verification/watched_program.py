@@ -15,12 +15,13 @@ import torch
 from shardwise.comm import Channel
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.forward.batch_digests import describe_batch, digest_of_lines
-from shardwise.engine.forward.batch_rows import BatchRows, RowDims
 from shardwise.engine.forward.batches import (
     Batch,
+    BatchRows,
     LossFunction,
     LossWeight,
     Microbatch,
+    RowDims,
     count_rows,
     given_microbatches,
     moved_to,
