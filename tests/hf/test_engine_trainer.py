@@ -225,12 +225,13 @@ class AsksForAnother(hf.Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         super().log({})
-        return self.model.train()
+        model: Any = self.model
+        return model.train()
 
 
 class Above(hf.Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        above = super()
+        above: Any = super()
         return above.train(*args, **kwargs)
 
 
