@@ -96,8 +96,6 @@ class ReadRounds:
     """Batches that all ranks read in step, because others need something of them."""
     own: list[list[Batch]]
     """Then batches that no other rank needs, in groups; ranks wait for each other between groups."""
-    read_bytes = 0
-    """Bytes of data files that this rank has read."""
     received_bytes = 0
     """Bytes in messages from other ranks."""
     in_place = False
@@ -185,7 +183,7 @@ class ReadRounds:
         """
         if self._is_exact:
             with agreed(self._channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
-                self.read_bytes = fill_exactly(self._files, self._exact)
+                fill_exactly(self._files, self._exact)
             return
         handover, buffers = self._handover, _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0)
         number = 0
@@ -210,7 +208,7 @@ class ReadRounds:
                     number += 1
                 for batches in self.own:
                     self._read_for_itself(reader, batches, dry=dry)
-        self.read_bytes, self.received_bytes = reader.read_bytes, handover.received_bytes
+        self.received_bytes = handover.received_bytes
         self.in_place = buffers.in_place
 
     def _cut(self, spans: Sequence[StoredSpan], max_bytes: int) -> list[list[StoredSpan]]:

@@ -21,7 +21,6 @@ from typing import Protocol, TypeAlias
 import torch
 
 from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTensor
-from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
@@ -361,16 +360,16 @@ class ExactMoves:
         self.target.fill(moved, parts_of(elements, moved))
 
 
-def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: PassingDigests | None = None) -> int:
-    """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
+def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves]) -> None:
+    """Fill targets from just the byte ranges that they need, unverified.
 
-    digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
+    Digests of the files see what is read straight into the memory of a target. Raises CheckpointError for what cannot
+    be read.
     """
     others: list[ExactMoves] = []
     near: list[ExactMoves] = []
     for each in wanted:
         (others if each.taken is None or files.num_ahead else near).append(each)
-    read_bytes = 0
     for group in _mapped_together(near):
         (name, start, _), stop = group[0].place, max(each.place[2] for each in group)
         with _opened(files, name) as reader, mapped(reader, start, stop - start) as memory:
@@ -379,18 +378,17 @@ def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: Passin
                 continue
             for each in group:
                 each.fill_from(memory, start)
-                read_bytes += each.num_bytes
+                files.read_bytes += each.num_bytes
     for read, found in files.in_order(partial(each.carried_out, files) for each in _exact_reads(others)):
         piece, target = read.stored.piece, read.target
         for (first, run), elements in zip(read.runs, found, strict=True):
-            read_bytes += elements.nbytes
+            files.read_bytes += elements.nbytes
             if not read.is_straight:
                 start = target.source.elements.start
                 moved = moves(target.source.within(start + run.start, start + run.stop), target.source)
                 target.fill(moved, parts_of(elements, moved))
-            elif digests is not None:
-                digests.see(piece, elements, first * elements.itemsize)
-    return read_bytes
+            elif files.digests is not None:
+                files.digests.see(piece, elements, first * elements.itemsize)
 
 
 def _mapped_together(near: Iterable[ExactMoves]) -> Iterator[list[ExactMoves]]:
@@ -526,7 +524,7 @@ class PieceReader:
                 straight += wanted
             else:
                 others.append(target)
-        self._files.read_bytes += fill_exactly(self._files, straight, self._files.digests)
+        fill_exactly(self._files, straight)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -538,16 +536,13 @@ class PieceReader:
         max_bytes = self._files.request_bytes(plan.read_bytes) if self._files.num_ahead else BATCH_BYTES
         batches = batches_of(plan.reads, block_bytes=block_bytes, max_bytes=max_bytes)
         with BatchReader(self._files, self.contents, verify=True) as reader:
-            try:
-                for begun in reader.ahead((batch, None) for batch in batches):
-                    for span, elements in reader.finish(begun).items():
-                        # Right after it was verified, so that the copy finds it in the cache.
-                        if self._files.digests is not None:
-                            self._files.digests.see(span.stored.piece, elements, span.start)
-                        for index, moves in plan.transfers(span, 0):
-                            targets[index].fill(moves, parts_of(elements, moves))
-            finally:
-                self._files.read_bytes += reader.read_bytes
+            for begun in reader.ahead((batch, None) for batch in batches):
+                for span, elements in reader.finish(begun).items():
+                    # Right after it was verified, so that the copy finds it in the cache.
+                    if self._files.digests is not None:
+                        self._files.digests.see(span.stored.piece, elements, span.start)
+                    for index, moves in plan.transfers(span, 0):
+                        targets[index].fill(moves, parts_of(elements, moves))
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.stored.tensors[name].pieces
