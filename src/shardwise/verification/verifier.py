@@ -22,7 +22,7 @@ from shardwise.comm import Channel, simulate
 from shardwise.comm.agreement import understood
 from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers.known import OptimizerFunction
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, in_words
 from shardwise.plan import Plan
 from shardwise.verification.error_model import ErrorModel
 from shardwise.verification.layout_run import (
@@ -131,17 +131,7 @@ def _verify_on(
 ) -> VerificationReport:
     if channel is None:
         return verify_simulated(subject, timeout_seconds=timeout_seconds)
-    with ExitStack() as stack:
-        # Rank 0 makes the folder and removes it. All ranks then open it by the same path, so they have to see one
-        # storage.
-        name = ""
-        if channel.rank == 0:
-            name = stack.enter_context(_fresh_folder(channel, folder))
-        purpose = "the folder of a verification"
-        (told,) = understood(channel.exchange(name.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
-        place = Path(told)
-        place.mkdir(parents=True, exist_ok=True)
-        num_updates = run_layout(subject, channel, place)
+    with notes_of_layout(channel, subject, folder) as (place, num_updates):
         if channel.rank > 0:
             # Ranks take part in an exchange per update: a wait for the whole comparison would exceed the channel's
             # time limit.
@@ -161,22 +151,36 @@ def _verify_on(
 
 
 @contextmanager
-def _fresh_folder(channel: Channel, inside: Path | str | None) -> Iterator[str]:
-    """An empty folder, so that notes of an earlier verification are never read; removed at the end."""
-    try:
-        if inside is not None:
-            Path(inside).mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(
-            prefix="shardwise-",
-            # Absolute, because ranks may run in other working folders.
-            dir=None if inside is None else Path(inside).absolute(),
-            ignore_cleanup_errors=True,  # after an error, other ranks may still write
-        )
-    except OSError as error:
-        channel.abort(f"no folder for a verification: {error}")
-        raise
-    with made as name:
-        yield name
+def notes_of_layout(channel: Channel, subject: Subject, inside: Path | str | None) -> Iterator[tuple[Path, int]]:
+    """Run the program on this rank: a folder with what the ranks left, and the number of updates.
+
+    The folder is a new one, so that notes of an earlier verification are never read, and is removed at the end.
+    """
+    with ExitStack() as stack:
+        try:
+            # Rank 0 makes the folder and removes it. All ranks then open it by the same path, so they have to see one
+            # storage.
+            name = stack.enter_context(_fresh_folder(inside)) if channel.rank == 0 else ""
+            purpose = "the folder of a verification"
+            (told,) = understood(channel.exchange(name.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
+            place = Path(told)
+            place.mkdir(parents=True, exist_ok=True)
+            num_updates = run_layout(subject, channel, place)
+        except BaseException as error:
+            channel.abort(in_words(error))
+            raise
+        yield place, num_updates
+
+
+def _fresh_folder(inside: Path | str | None) -> "tempfile.TemporaryDirectory[str]":
+    if inside is not None:
+        Path(inside).mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(
+        prefix="verification-",
+        # Absolute, because ranks may run in other working folders.
+        dir=None if inside is None else Path(inside).absolute(),
+        ignore_cleanup_errors=True,  # after an error, other ranks may still write
+    )
 
 
 def compare_with_one_process(
