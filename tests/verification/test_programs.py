@@ -90,6 +90,7 @@ def test_data_and_lists_of_microbatches_are_those_of_all_data_ranks_in_order(pro
     assert len(report.steps) == 2
 
 
+@pytest.mark.quick
 def test_rows_in_another_order_are_named_and_so_is_an_end_before_the_others() -> None:
     def striped(parallelize: Parallelize) -> None:
         engine = engine_of(parallelize)
