@@ -350,10 +350,9 @@ def initial_divergence(own: Mapping[str, torch.Tensor], layout: Catalogue) -> Di
     return None
 
 
-def missing_update(ours: int, theirs: int) -> Divergence:
-    """One process ends before the layout."""
-    found = _unlike(f"{ours}", f"{theirs}")
-    return _divergence_at(ours, "number of", "updates", found, (), module="")
+def other_number(ours: str, theirs: str, step: int) -> Divergence:
+    """One side makes more updates than the other: this one is the first of them."""
+    return _divergence_at(step, "number of", "updates", _unlike(ours, theirs), (), module="")
 
 
 def _divergence_at(
