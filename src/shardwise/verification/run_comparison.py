@@ -120,7 +120,7 @@ class StepComparer:
         for number, (ours, (rank, theirs)) in enumerate(zip(self._own.inputs, self._layout.inputs, strict=True)):
             if ours != theirs:
                 where = self._divergence(
-                    "batch", "microbatch", _unlike("some values", "others"), "", microbatch=number, rank=rank
+                    "batch", "microbatch", _unlike("some values", "other values"), "", microbatch=number, rank=rank
                 )
                 yield replace(
                     where, explanation="The first data rank has to train on the first rows, the next on the next"
