@@ -90,7 +90,8 @@ def test_data_and_lists_of_microbatches_are_those_of_all_data_ranks_in_order(pro
     assert len(report.steps) == 2
 
 
-def test_rows_in_another_order_are_named_and_so_is_an_end_before_the_others() -> None:
+@pytest.mark.quick
+def test_rows_in_another_order_are_named() -> None:
     def striped(parallelize: Parallelize) -> None:
         engine = engine_of(parallelize)
         mesh = engine.plan.mesh
@@ -103,15 +104,19 @@ def test_rows_in_another_order_are_named_and_so_is_an_end_before_the_others() ->
     assert (found.kind, found.tensor, found.step, found.microbatch, found.rank) == ("batch", "microbatch", 0, 0, 0)
     assert "The first data rank has to train on the first rows" in found.text()
 
-    def short(parallelize: Parallelize) -> None:
+
+@pytest.mark.parametrize(("ours", "theirs", "words"), [(1, 2, "1"), (2, 1, "at least 2")])
+def test_an_end_before_the_other_side_is_named(ours: int, theirs: int, words: str) -> None:
+    def program(parallelize: Parallelize) -> None:
         engine = engine_of(parallelize)
-        for batch in batches(1 if is_one_process() else 2, 8):
+        for batch in batches(ours if is_one_process() else theirs, 8):
             engine.step(share_of(engine, batch))
 
-    report = sw.verify_program(short, plan(pp=2))
-    assert report.verdict == "diverges"
-    assert report.divergence is not None
-    assert (report.divergence.tensor, report.divergence.one_process, report.divergence.layout) == ("updates", "1", "2")
+    report = sw.verify_program(program, plan(pp=2))
+    found = report.divergence
+    assert (report.verdict, len(report.steps)) == ("diverges", 1)
+    assert found is not None
+    assert (found.tensor, found.step, found.one_process, found.layout) == ("updates", 1, words, str(theirs))
 
 
 @pytest.mark.parametrize("as_arrays", [False, True])

@@ -196,7 +196,6 @@ class LayoutNotes:
     """The microbatches that were computed, in order."""
     unequal_pieces: Sequence[tuple[str, int, int]]
     """Pieces that two ranks have with other values: (piece, the one rank, the other)."""
-    num_threads: int
     portions: Sequence[Mapping[str, Portion]]
     """For each rank along tp, what it has of parameters that are cut."""
 
@@ -239,7 +238,6 @@ class LayoutNotes:
             inputs=[(holder, digest) for holder in holders for digest in ranks[holder].inputs],
             counted=sorted(counted),
             unequal_pieces=list(_unequal(ranks)),
-            num_threads=ranks[0].num_threads,
             portions=[own.portions for own in ranks[: mesh.tp]] if mesh.tp > 1 else [],
         )
 
