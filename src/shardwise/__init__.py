@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.runs.preemption import Preemption
     from shardwise.space import Mesh, Piece
     from shardwise.train.merged_folders import save_merged
-    from shardwise.verification.verifier import verify
+    from shardwise.verification.verifier import verify, verify_program
 
 __version__ = "0.1.0"
 
@@ -70,6 +70,7 @@ _ROOM_OF = {
     "simulate": "comm",
     "stream": "checkpoint",
     "verify": "verification.verifier",
+    "verify_program": "verification.verifier",
 }
 
 _ROOMS = ("checkpoint",)
@@ -116,6 +117,7 @@ __all__ = [
     "simulate",
     "stream",
     "verify",
+    "verify_program",
 ]
 
 

@@ -336,7 +336,7 @@ def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(plan: str, t
         accelerator.end_training()
         return found
 
-    settings: Any = {"gradient_accumulation_steps": 2}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
     traced, _ = on_ranks(PLANS[plan], run, trace=tmp_path / "traced", **settings)
     assert traced.norms == on_ranks(PLANS[plan], run, **settings)[0].norms
     events = json.loads((tmp_path / "traced" / "trace.json").read_text())["traceEvents"]
@@ -344,3 +344,36 @@ def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(plan: str, t
         names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
         assert names.count("step") == len(traced.norms)
         assert {"F0.0", "B1.0"} <= {*names} or rank
+
+
+def test_a_loop_over_data_resumes_on_the_next_row_on_any_ranks(tmp_path: Path) -> None:
+    def run(accelerator: Accelerator, *, resumes: bool) -> list[float]:
+        torch.manual_seed(1)
+        model, data = net(), sw.Data({"x": ROWS[0], "y": ROWS[1]}, global_batch=8, seed=2)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+        if resumes:
+            accelerator.load_state(tmp_path)
+        losses: list[float] = []
+        for _ in range(2 - resumes):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(functional.cross_entropy(model(batch["x"]), batch["y"]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients and accelerator.report is not None:
+                    losses.append(accelerator.report.loss)
+                    if len(losses) == 4 and not resumes:
+                        accelerator.save_state(tmp_path)
+        return losses
+
+    def under(plan: str, microbatches: int, *, resumes: bool) -> list[float]:
+        plain = replace(PLANS[plan], clip_grad_norm=None)
+        settings: dict[str, Any] = {"gradient_accumulation_steps": microbatches}
+        found: list[float] = on_ranks(plain, partial(run, resumes=resumes), **settings)[0]
+        return found
+
+    whole = under("stage 3", 2, resumes=False)
+    assert len(whole) == 6  # 24 rows
+    assert under("stage 3", 2, resumes=True) == whole[4:]
+    assert under("pp", 4, resumes=True) == pytest.approx(whole[4:], rel=2e-5)

@@ -50,13 +50,21 @@ def test_the_option_says_where_the_only_process_computes(
     assert (unknown.exit_code, "'quantum' was asked for, but torch" in unknown.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}])
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        ("train", {}),
+        ("train", {"OMP_WAIT_POLICY": "active"}),
+        ("train", {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}),
+        ("verify --against pp=2", {}),
+    ],
+)
 def test_threads_spin_for_a_short_time_unless_the_user_has_chosen_and_torch_waits_for_the_config(
-    config: Path, own: dict[str, str]
+    config: Path, command: str, own: dict[str, str]
 ) -> None:
     program = (
         "import os, sys\nfrom shardwise.cli import main\n"
-        f"try: main({words(config, '--set', 'train.step=3')!r})\nexcept SystemExit: pass\n"
+        f"try: main({[*command.split(), str(config), '--set', 'train.step=3']!r})\nexcept SystemExit: pass\n"
         "import json; print(json.dumps({n: e for n, e in os.environ.items() if n.startswith(('OMP_', 'GOMP_'))}))\n"
         "sys.exit('torch' in sys.modules)"
     )

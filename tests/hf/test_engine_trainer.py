@@ -220,6 +220,21 @@ class OwnTrain(hf.Trainer):
         return model.train()
 
 
+class AsksForAnother(hf.Trainer):
+    """Names its method, and calls another one above."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        super().log({})
+        model: Any = self.model
+        return model.train()
+
+
+class Above(hf.Trainer):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        above: Any = super()
+        return above.train(*args, **kwargs)
+
+
 class ByName(hf.Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return hf.Trainer.train(self, *args, **kwargs)
@@ -310,6 +325,7 @@ REFUSED = Refusals(
         "two plans": lambda folder: script(folder, sw.Plan()),
         "a step of its own": lambda folder: trainer_on(folder, of=OwnStep),
         "a train of its own": lambda folder: trainer_on(folder, of=OwnTrain),
+        "a train of its own beside another call": lambda folder: trainer_on(folder, of=AsksForAnother),
         "a loop of its own": lambda folder: trainer_on(folder, of=OwnLoop),
         "a decorated step of its own": lambda folder: trainer_on(folder, of=Wrapped),
         "a step left out": lambda folder: trains(folder, Skipping),
@@ -370,6 +386,7 @@ def test_blocks_that_the_arguments_ask_to_compile_run_compiled_to_the_same_losse
 
 def test_methods_that_call_those_of_the_trainer_extend_it(tmp_path: Path) -> None:
     trains(tmp_path, ByName)
+    trains(tmp_path, Above)
     assert trainer_on(tmp_path, of=type("Timed", (hf.Trainer,), {"training_step": wrapped(Noting.training_step)}))
     args = arguments(str(tmp_path), 2, max_steps=2, eval_strategy="steps", eval_steps=1)
     rows: Any = ROWS

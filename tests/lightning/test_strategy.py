@@ -10,7 +10,19 @@ import torch
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.lightning import Strategy
-from tests.lightning.lightning_modules import PLANS, Gan, Net, assert_near, fitted, loader, trainer_for, under, weights
+from tests.lightning.lightning_modules import (
+    PLANS,
+    ROWS,
+    Gan,
+    Net,
+    Seen,
+    assert_near,
+    fitted,
+    loader,
+    trainer_for,
+    under,
+    weights,
+)
 
 
 class InRegions(Net):
@@ -204,3 +216,31 @@ def test_runs_of_other_trainers_go_on_with_the_weights() -> None:
     expected = run(None)
     for found in sw.simulate(2, run):
         assert_near(expected, found)
+
+
+def test_a_fit_over_data_resumes_on_the_next_row_on_any_ranks(tmp_path: Path) -> None:
+    class Samples:
+        read = 0
+
+        def __len__(self) -> int:
+            return len(ROWS[0])
+
+        def __getitem__(self, at: int) -> Any:
+            self.read += 1
+            return ROWS[0][at], ROWS[1][at]
+
+    def run(strategy: Strategy, *callbacks: Any, ckpt_path: Any = None) -> tuple[list[float], int]:
+        samples, seen = Samples(), Seen()
+        trainer = trainer_for(strategy, seen, *callbacks, num_sanity_val_steps=0, accumulate_grad_batches=2)
+        torch.manual_seed(3)
+        trainer.fit(Net(), strategy.loader_of(sw.Data(samples, global_batch=8, seed=2)), ckpt_path=ckpt_path)
+        return [loss for loss in seen.losses if loss == loss], samples.read
+
+    def saving(strategy: Strategy) -> tuple[list[float], int]:
+        return run(strategy, pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1))
+
+    (whole, read), _ = under(PLANS["stage 3"], saving)
+    assert (len(whole), read) == (6, 6 * 4)  # three updates are an epoch; a rank reads half of their rows
+    for plan, rows in (("stage 3", 4), ("pp", 8), ("one rank", 8)):
+        resumed, read = under(PLANS[plan], lambda strategy: run(strategy, ckpt_path=tmp_path / "step=4.ckpt"))[0]
+        assert (resumed == pytest.approx(whole[4:], rel=2e-5), read) == (True, 2 * rows)

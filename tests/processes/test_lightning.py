@@ -121,7 +121,7 @@ def run_here(channel: Channel, *callbacks: Any, resumes: Path | None = None, **s
 
 def stopped_here(channel: Channel, folder: Path) -> tuple[list[float], ...]:
     """The losses of a run, of one that a signal to rank 1 ends in batch 3, and of the one that resumes."""
-    batches: Any = {"accumulate_grad_batches": 2}
+    batches: dict[str, Any] = {"accumulate_grad_batches": 2}
     _, whole = run_here(channel, **batches)
     saving = pl.callbacks.ModelCheckpoint(folder, filename="left", save_on_exception=True, monitor=None)
     signals = [SignalIn(signal.SIGTERM, 3)] if channel.rank == 1 else []

@@ -10,7 +10,6 @@ import transformers
 
 import shardwise as sw
 from shardwise.train.verified_program import configured
-from shardwise.verification.program import Program
 from shardwise.verification.report import VerificationReport
 from shardwise.verification.verifier import verify_simulated
 from tests.oracle.batches import word_loss
@@ -212,21 +211,6 @@ def test_what_has_no_weight_is_computed_on_no_side_wherever_batches_are(fake: st
     report = sw.simulate(2, on_rank, device=fake)[0]
     assert report.verdict == "rounding", report.text()
     assert compared(report, OUTPUTS) == (3 * 7, 3 * 7)
-
-
-def test_microbatches_of_a_data_rank_share_its_memory_on_a_device_also_those_of_arrays(fake: str) -> None:
-    (batch,) = batches(1, 8)
-    program = Program(
-        make_model=Net,
-        plan=plan(dp_shard=2),
-        batches=[batch],
-        optimizer_of=lambda model: sgd,
-        loss_of=lambda model: word_loss,
-    )
-    arrays = {name: each.numpy() for name, each in batch.items()}
-    parts = [each["words"] for each in program.as_ranks_have_it(arrays, torch.device(fake))]
-    assert [each.storage_offset() for each in parts] == [0, 10, 0, 10]
-    assert torch.equal(torch.cat(parts).cpu(), batch["words"])
 
 
 @pytest.mark.slow

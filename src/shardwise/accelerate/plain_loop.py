@@ -21,12 +21,14 @@ from shardwise.accelerate.open_steps import OpenStep
 from shardwise.checkpoint import load, save
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.timed import Timed
+from shardwise.data import Data
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.engine import full_state_dict
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan
 from shardwise.runs.run_trace import Tracer
+from shardwise.trainers.data_batches import DataBatches
 from shardwise.trainers.data_ranks import DataRanks
 from shardwise.trainers.rank_calls import RankCalls
 
@@ -108,7 +110,13 @@ class Accelerator(RankCalls):
             )
             if self._trace is not None:
                 self._tracer = Tracer(self._engine)
-        return super().prepare(*args)
+        return super().prepare(*(self._batches_of(each) if isinstance(each, Data) else each for each in args))
+
+    def _batches_of(self, data: Data) -> Any:
+        """A loader of an `sw.Data`, which `save_state` saves."""
+        loader = DataBatches(data, lambda: self.engine, parts=lambda: self.gradient_accumulation_steps)
+        self.register_for_checkpointing(loader)
+        return watched(loader, self.pause)
 
     def end_training(self) -> None:
         """As in accelerate, and leave the trace. All ranks call it together."""

@@ -298,8 +298,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-        pairs = [joined_numbers(files, contents, contents.effects.joined), twin_pairs(files, contents, found.twins)]
-        compared_bytes = sum([each.compare(channel, readers) for each in pairs])
+        joined_numbers(files, contents, contents.effects.joined).compare(channel, readers)
+        twin_pairs(files, contents, found.twins).compare(channel, readers)
         with torch.no_grad():
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
@@ -311,7 +311,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         step=contents.step,
         verified=verify,
         num_tensors=sum(each.num_tensors for each in rounds),
-        read_bytes=sum(each.read_bytes for each in reading) + compared_bytes,
+        read_bytes=files.read_bytes,
         received_bytes=sum(each.received_bytes for each in reading),
         in_place=reading[-1].in_place,
         missing=tuple(found.missing),

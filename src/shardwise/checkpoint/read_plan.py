@@ -152,8 +152,7 @@ class ReadPlan:
 
     def files(self, *, read_for_others: bool) -> set[str]:
         """Data files from which this rank reads: its share of all, or all that it needs itself."""
-        spans = (*self.own_reads, *self.handed_reads)
-        ordinals = {span.ordinal for span in spans} if read_for_others else self._needed
+        ordinals = {span.ordinal for span, _ in self._found} if read_for_others else self._needed
         return {self._stored[ordinal].file for ordinal in ordinals}
 
     @property

@@ -119,7 +119,7 @@ class DataFiles:
         self.store = store
         self.digests = digests
         self.read_bytes = 0
-        """Bytes that readers of pieces have read so far."""
+        """Bytes of elements that were read so far."""
         self.num_ahead = store.parallel_reads if store.parallel_reads > 1 else 0
         """So many requests are begun before what they bring is needed; 0 where they cost no waiting."""
         self._turns_with = turns_with  # its threads end with it
@@ -262,8 +262,6 @@ class BatchReader:
     """Reads batches of spans, and verifies them. Nothing is under way when its context ends."""
 
     def __init__(self, files: DataFiles, contents: Contents, *, verify: bool) -> None:
-        self.read_bytes = 0
-        """Bytes of data files read so far."""
         self._files = files
         self._contents = contents
         self._verify = verify
@@ -290,29 +288,38 @@ class BatchReader:
             stretches[0].at = 0
         else:
             memory = room if isinstance(room, torch.Tensor) else room.room(_end(stretches))
-        # What is read ahead is one request of many; what is read at once is many.
-        is_one = self._files.num_ahead > 0 and not isinstance(room, torch.Tensor)
+        # What is read ahead is one request of many; what is read at once is many. At hand what others need too is read
+        # as it is used: by spans.
+        is_one = (self._files.num_ahead > 0) != isinstance(room, torch.Tensor)
         part_bytes = self._files.request_bytes(_end(stretches))
         parts = [part for each in stretches for part in ([each] if is_one else self._parts(each, part_bytes))]
         begun = BegunRead(batch, memory, parts, self._files.begin(partial(self._fill, each, memory) for each in parts))
         self._begun.append(begun)
         return begun
 
-    def finish(self, begun: BegunRead) -> dict[StoredSpan, torch.Tensor]:
+    def finish(
+        self, begun: BegunRead, take: Callable[[dict[StoredSpan, torch.Tensor]], None] | None = None
+    ) -> dict[StoredSpan, torch.Tensor]:
         """The elements of every span of a batch, flat, in the dtype in which they are stored; none of one in place.
+
+        take: is given them part by part, where that is at hand, as soon as each is verified: it is in the cache then.
 
         Raises CheckpointError with every file that cannot be read and every block that is damaged. What is damaged in
         place has been written by then.
         """
         if begun.under_way is None:
-            found = [self._fill(each, begun.memory) for each in begun.parts]
+            found = []
+            for each in begun.parts:
+                found.append(self._fill(each, begun.memory))
+                if take is not None and not any(found):
+                    take(elements_of(each.spans, begun.memory[each.at - each.at % _ALIGNMENT_BYTES :]))
         else:
             found = [each.result() for each in begun.under_way]
         self._begun.remove(begun)
         # A file that cannot be read is found by each of its parts, and named once.
         if findings := list(dict.fromkeys(chain.from_iterable(found))):
             raise CheckpointError(*findings)
-        self.read_bytes += sum(each.stop - each.start for each in begun.parts)
+        self._files.read_bytes += sum(each.stop - each.start for each in begun.parts)
         spans, in_place = begun.batch
         if in_place is not None:
             return {}

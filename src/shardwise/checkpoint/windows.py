@@ -21,7 +21,6 @@ from typing import Protocol, TypeAlias
 import torch
 
 from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTensor
-from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
@@ -323,6 +322,8 @@ class ExactMoves:
     num_bytes: int
     num_ranges: int
     """Of bytes that are together in the memory of both."""
+    taken: Run | None
+    """Of many short ranges the elements of the stored piece from the first to the last, where little is between."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredPiece], targets: Sequence[ReadTarget]) -> "list[ExactMoves]":
@@ -330,61 +331,82 @@ class ExactMoves:
         found = []
         for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
             piece = stored[ordinal]
+            itemsize = itemsize_bytes(piece.piece.dtype)
             num_elements = [move.num_elements for move in moved]
             num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
-            num_bytes = sum(num_elements) * itemsize_bytes(piece.piece.dtype)
-            found.append(cls(piece, targets[index], moved, num_bytes, num_ranges))
+            num_bytes = sum(num_elements) * itemsize
+            taken = None
+            # Files of other formats need not align their tensors.
+            if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not piece.start % itemsize:
+                taken = extent(moved)
+                taken = taken if taken.num_elements * itemsize <= _MAPPED_LIMIT * num_bytes else None
+            found.append(cls(piece, targets[index], moved, num_bytes, num_ranges, taken))
         return found
 
     @property
-    def is_in_near_strips(self) -> bool:
-        """Whether it is many short ranges, with so little between them that they are copied out of a mapped file."""
-        if self.num_bytes >= self.num_ranges * _STRIP_BYTES:
-            return False
+    def place(self) -> tuple[str, int, int]:
+        """The file, and its bytes from the first that is taken to the last; of those that are `taken`."""
+        assert self.taken is not None
         itemsize = itemsize_bytes(self.stored.piece.dtype)
-        is_aligned = not self.stored.start % itemsize  # files of other formats need not align their tensors
-        return is_aligned and extent(self.moves).num_elements * itemsize <= _MAPPED_LIMIT * self.num_bytes
+        start = self.stored.start + self.taken.start * itemsize
+        return self.stored.file, start, start + self.taken.num_elements * itemsize
 
-    def fill_mapped(self, files: DataFiles) -> bool:
-        """Copy strips where the kernel has them, each move at once; whether that could be done."""
-        if files.num_ahead or not self.is_in_near_strips:
-            return False
-        dtype, taken = self.stored.piece.dtype, extent(self.moves)
-        itemsize = itemsize_bytes(dtype)
-        start, num_bytes = self.stored.start + taken.start * itemsize, taken.num_elements * itemsize
-        with _opened(files, self.stored.file) as reader, mapped(reader, start, num_bytes) as memory:
-            if memory is None:
-                return False
-            elements = torch.frombuffer(memory, dtype=torch_dtype(dtype))
-            sources = [replace(each.source, start=each.source.start - taken.start) for each in self.moves]
-            moved = [replace(each, source=source) for each, source in zip(self.moves, sources, strict=True)]
-            self.target.fill(moved, parts_of(elements, moved))
-        return True
+    def fill_from(self, memory: memoryview, at: int) -> None:
+        """Fill the target from a file in memory, which begins with byte `at`: each move at once."""
+        assert self.taken is not None
+        dtype = torch_dtype(self.stored.piece.dtype)
+        elements = torch.frombuffer(memory, dtype=dtype, count=self.taken.num_elements, offset=self.place[1] - at)
+        sources = [replace(each.source, start=each.source.start - self.taken.start) for each in self.moves]
+        moved = [replace(each, source=source) for each, source in zip(self.moves, sources, strict=True)]
+        self.target.fill(moved, parts_of(elements, moved))
 
 
-def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: PassingDigests | None = None) -> int:
-    """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
+def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves]) -> None:
+    """Fill targets from just the byte ranges that they need, unverified.
 
-    digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
+    Digests of the files see what is read straight into the memory of a target. Raises CheckpointError for what cannot
+    be read.
     """
-    read_bytes = 0
     others: list[ExactMoves] = []
+    near: list[ExactMoves] = []
     for each in wanted:
-        if each.fill_mapped(files):
-            read_bytes += each.num_bytes
-        else:
-            others.append(each)
+        (others if each.taken is None or files.num_ahead else near).append(each)
+    for group in _mapped_together(near):
+        (name, start, _), stop = group[0].place, max(each.place[2] for each in group)
+        with _opened(files, name) as reader, mapped(reader, start, stop - start) as memory:
+            if memory is None:
+                others += group
+                continue
+            for each in group:
+                each.fill_from(memory, start)
+                files.read_bytes += each.num_bytes
     for read, found in files.in_order(partial(each.carried_out, files) for each in _exact_reads(others)):
         piece, target = read.stored.piece, read.target
         for (first, run), elements in zip(read.runs, found, strict=True):
-            read_bytes += elements.nbytes
+            files.read_bytes += elements.nbytes
             if not read.is_straight:
                 start = target.source.elements.start
                 moved = moves(target.source.within(start + run.start, start + run.stop), target.source)
                 target.fill(moved, parts_of(elements, moved))
-            elif digests is not None:
-                digests.see(piece, elements, first * elements.itemsize)
-    return read_bytes
+            elif files.digests is not None:
+                files.digests.see(piece, elements, first * elements.itemsize)
+
+
+def _mapped_together(near: Iterable[ExactMoves]) -> Iterator[list[ExactMoves]]:
+    """What follows one another in a file, as it is looked at in one piece of memory."""
+    group: list[ExactMoves] = []
+    name, begin, end = "", 0, 0
+    for each in sorted(near, key=lambda one: one.place):
+        file, start, stop = each.place
+        if group and (file != name or start > end + _STRIP_BYTES or stop > begin + LARGE_WINDOW_BYTES):
+            yield group
+            group = []
+        if not group:
+            name, begin, end = file, start, stop
+        group.append(each)
+        end = max(end, stop)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +525,7 @@ class PieceReader:
                 straight += wanted
             else:
                 others.append(target)
-        self._files.read_bytes += fill_exactly(self._files, straight, self._files.digests)
+        fill_exactly(self._files, straight)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -515,16 +537,13 @@ class PieceReader:
         max_bytes = self._files.request_bytes(plan.read_bytes) if self._files.num_ahead else BATCH_BYTES
         batches = batches_of(plan.reads, block_bytes=block_bytes, max_bytes=max_bytes)
         with BatchReader(self._files, self.contents, verify=True) as reader:
-            try:
-                for begun in reader.ahead((batch, None) for batch in batches):
-                    for span, elements in reader.finish(begun).items():
-                        # Right after it was verified, so that the copy finds it in the cache.
-                        if self._files.digests is not None:
-                            self._files.digests.see(span.stored.piece, elements, span.start)
-                        for index, moves in plan.transfers(span, 0):
-                            targets[index].fill(moves, parts_of(elements, moves))
-            finally:
-                self._files.read_bytes += reader.read_bytes
+            for begun in reader.ahead((batch, None) for batch in batches):
+                for span, elements in reader.finish(begun).items():
+                    # Right after it was verified, so that the copy finds it in the cache.
+                    if self._files.digests is not None:
+                        self._files.digests.see(span.stored.piece, elements, span.start)
+                    for index, moves in plan.transfers(span, 0):
+                        targets[index].fill(moves, parts_of(elements, moves))
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.stored.tensors[name].pieces
@@ -535,7 +554,7 @@ def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -
 
     And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    near = [each for each in wanted if each.is_in_near_strips] if files is not None else []
+    near = [each for each in wanted if each.taken is not None]
     if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
         near = []
     num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.errors import ConfigError, PlanError
+from shardwise.plan import Plan
+from shardwise.plan.specs import toml_text
 from shardwise.space import Mesh
-from shardwise.train.config import find_config
+from shardwise.train.config import find_config, overridden
 
 SETTINGS = ("sharding", "pipeline", "tensor")
 """The tables whose settings belong to a layout; others change the arithmetic or the data of both sides."""
@@ -42,8 +44,18 @@ def read_layout(text: str) -> tuple[Mesh, list[str]]:
     return mesh, settings
 
 
-def layout_overrides(path: Path, text: str, overrides: Sequence[str]) -> tuple[Mesh, list[str]]:
-    """The mesh, and `overrides` with all that LAYOUT sets, for the configuration in `path`.
+def layout_plan(text: str, overrides: Sequence[str]) -> Plan:
+    """The plan of a program that has no configuration: LAYOUT, and `overrides` of both sides. Raises PlanError."""
+    _, everything = layout_overrides(None, text, overrides)
+    problems: list[str] = []
+    tables = overridden({}, everything, problems)
+    if problems:
+        raise PlanError(*problems)
+    return Plan.parse("\n".join(f"{name} = {toml_text(table)}" for name, table in tables.items()))
+
+
+def layout_overrides(path: Path | None, text: str, overrides: Sequence[str]) -> tuple[Mesh, list[str]]:
+    """The mesh, and `overrides` with all that LAYOUT sets, for the configuration in `path`, where there is one.
 
     With tp and no word on `tensor.rules` anywhere, the plan that the model carries is taken ("auto").
     """
@@ -73,7 +85,9 @@ def split_words(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _has_rules(path: Path) -> bool:
+def _has_rules(path: Path | None) -> bool:
+    if path is None:
+        return False
     try:
         table = tomllib.loads(find_config(path).read_text(encoding="utf-8")).get("tensor")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

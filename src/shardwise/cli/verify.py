@@ -1,10 +1,12 @@
-"""`shardwise verify CONFIG --against LAYOUT [--steps N] [--simulate | --nproc N] [--set a.b=v]`."""
+"""`shardwise verify CONFIG|PROGRAM --against LAYOUT [--steps N] [--simulate | --nproc N] [--set a.b=v]`."""
 
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,11 +14,33 @@ from shardwise.cli.exit_verdicts import FAILED, errors_in_words, launched, place
 from shardwise.errors import in_words
 
 if TYPE_CHECKING:
-    from shardwise.train import RunConfig
-    from shardwise.verification.program import Program
+    import torch
+
+    from shardwise.space import Mesh
+    from shardwise.verification.program import Subject
     from shardwise.verification.report import VerificationReport
 
 _SIMULATED_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is verified, and how its ranks meet."""
+
+    name: str
+    mesh: "Mesh"
+    subject: "Callable[[], Subject]"
+    """Reads data, and so is not called where others are started."""
+    device: "torch.device | None"
+    timeout_seconds: float
+    output: Path
+    """Where ranks that know no other folder make one for what they compute."""
+    links: dict[str, Any]
+    """The interface and ports of ranks, where a configuration says."""
+
+    def title(self, kind: str) -> str:
+        """The layout in words."""
+        return f"{self.name}: {self.mesh} on {self.mesh.size} {kind} rank{'s' if self.mesh.size > 1 else ''}"
 
 
 @click.command("verify")
@@ -48,6 +72,9 @@ def verify(
 ) -> None:
     """Train as CONFIG describes under LAYOUT, and compare every update with what one process makes of it.
 
+    CONFIG is a TOML file, or a program of yours: package.module:function or file.py:function. The function gets a
+    parallelize that has the plan already, and trains.
+
     Losses, outputs of modules, gradients and updated parameters are compared against a stated error model. The last
     line says "equal" or "rounding"; or else the first tensor that diverges is named. Under torchrun, its processes are
     the ranks, and they leave what they compute in a new folder "verification-..." of the run's output folder.
@@ -57,68 +84,111 @@ def verify(
     # Two blocks: until it is known whether this is a rank, there is no number to say in an error.
     with errors_in_words(debug=debug):
         place = None if simulate else place_here(nproc)
-        if simulate:
+        if place is None and nproc is None:
             set_threads()
     is_rank = place is not None
     rank, size = place or (None, nproc)
     with errors_in_words(debug=debug, rank=rank, verdicts=verdicts):
         if simulate and nproc is not None:
             raise click.UsageError("--simulate and --nproc exclude each other: ranks are simulated or real")
-        run_config = _checked(config, layout, overrides, size)
+        asked = _asked(config, layout, overrides, size, steps)
         if nproc is not None:
             sys.exit(_launch(config, layout, steps, nproc, overrides, debug))
-        is_wrong = _be_rank(run_config, steps, notes) if is_rank else _simulate(run_config, steps)
+        is_wrong = _be_rank(asked, notes) if is_rank else _simulate(asked)
     sys.exit(FAILED if is_wrong else 0)
 
 
-def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None) -> "RunConfig":
-    """The configuration under the layout, with everything imported that it names."""
+def _asked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None, steps: int) -> _Asked:
+    """What CONFIG names under the layout, with everything imported that it names."""
+    # A path may have a colon too, and a program has nothing else to be told by.
+    if ":" in path.name and not path.exists():
+        return _of_program(str(path), layout, overrides, num_processes, steps)
     from shardwise.cli.layout_words import layout_overrides
-    from shardwise.train import check_references, device_of, read_config
+    from shardwise.train import check_references, read_config
 
     mesh, everything = layout_overrides(path, layout, overrides)
     config = read_config(path, overrides=everything, num_processes=num_processes or mesh.size)
     sys.path.append(str(config.folder))  # files beside the configuration may import each other
     check_references(config)
+
+    from shardwise.train import device_of  # imports torch: a wrong setting is said sooner
+
+    # Simulated ranks are on the CPU, whatever it says.
+    device = None if num_processes is None else device_of(config)
+
+    def subject() -> "Subject":
+        from shardwise.train.verified_program import configured
+
+        return configured(config, steps=steps)
+
+    return _Asked(
+        name=config.name,
+        mesh=config.plan.mesh,
+        subject=subject,
+        device=device,
+        timeout_seconds=config.train.timeout_seconds,
+        output=config.output,
+        links={"interface": config.train.interface, "ports": config.train.ports},
+    )
+
+
+def _of_program(
+    reference: str, layout: str, overrides: tuple[str, ...], num_processes: int | None, steps: int
+) -> _Asked:
+    from shardwise.cli.layout_words import layout_plan
+    from shardwise.train.references import resolve
+
+    plan = layout_plan(layout, overrides)
     if num_processes is not None:
-        device_of(config)  # simulated ranks are on the CPU, whatever it says
-    return config
+        plan.mesh.check_world(num_processes)
+    source, _, name = reference.rpartition(":")
+    # What `python file.py` and `python -m package.module` find.
+    sys.path.append(str(Path(source).parent.resolve() if source.endswith(".py") else Path.cwd()))
+    program = resolve(reference, folder=Path(), key="CONFIG")
+
+    def subject() -> "Subject":
+        from shardwise.verification.program import Subject
+
+        return Subject(program=program, plan=plan, num_updates=steps)
+
+    return _Asked(
+        name=name,
+        mesh=plan.mesh,
+        subject=subject,
+        device=None,  # the accelerator of the host, if it has one
+        timeout_seconds=_SIMULATED_TIMEOUT_SECONDS,
+        output=Path(),
+        links={},
+    )
 
 
-def _simulate(config: "RunConfig", steps: int) -> bool:
+def _simulate(asked: _Asked) -> bool:
     from shardwise.verification.verifier import verify_simulated
 
     # Threads take turns on the cores: a rank may wait for as long as all the others compute.
-    timeout_seconds = max(_SIMULATED_TIMEOUT_SECONDS, config.train.timeout_seconds)
-    program = _program(config, steps)
-    title = _title(config, program, "simulated")
-    return _print_report(verify_simulated(program, title=title, timeout_seconds=timeout_seconds))
+    timeout_seconds = max(_SIMULATED_TIMEOUT_SECONDS, asked.timeout_seconds)
+    return _print_report(
+        verify_simulated(asked.subject(), title=asked.title("simulated"), timeout_seconds=timeout_seconds)
+    )
 
 
-def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
+def _be_rank(asked: _Asked, notes: Path | None) -> bool:
     """Be one rank; the first one goes on alone when the run under the layout is done."""
     # The layout runs first and whole: the comparison then repeats each of its updates from the state that it had.
     from shardwise.comm import processes
     from shardwise.comm.agreement import understood
-    from shardwise.train import device_of
     from shardwise.verification.layout_run import run_layout
     from shardwise.verification.verifier import compare_with_one_process
 
-    channel = processes(
-        timeout_seconds=config.train.timeout_seconds,
-        device=device_of(config),
-        interface=config.train.interface,
-        ports=config.train.ports,
-    )
+    channel = processes(timeout_seconds=asked.timeout_seconds, device=asked.device, **asked.links)
     try:
         # Rank 0 makes the folder and the others learn its name: two names would be two folders on a shared disk.
-        made = _made_folder(config.output) if notes is None and channel.rank == 0 else ""
+        made = _made_folder(asked.output) if notes is None and channel.rank == 0 else ""
         purpose = "a fresh folder for the verification"
         (name,) = understood(channel.exchange(made.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
-        folder = notes if notes is not None else config.output / name
-        program = _program(config, steps)
-        program.check()
-        run_layout(program, channel, folder)
+        folder = notes if notes is not None else asked.output / name
+        subject = asked.subject()
+        num_updates = run_layout(subject, channel, folder)
     except BaseException as error:
         channel.abort(in_words(error))
         raise
@@ -128,7 +198,8 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     if rank > 0:
         return False
     try:
-        return _print_report(compare_with_one_process(program, folder, device, title=_title(config, program, "real")))
+        title = asked.title("real")
+        return _print_report(compare_with_one_process(subject, folder, device, num_updates, title=title))
     finally:
         if notes is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -138,20 +209,6 @@ def _made_folder(output: Path) -> str:
     """The name of a new folder: it can be removed at the end, for it holds nothing of the user's."""
     output.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="verification-", dir=output)).name
-
-
-def _program(config: "RunConfig", steps: int) -> "Program":
-    from shardwise.train.verified_program import configured
-
-    return configured(config, steps=steps)
-
-
-def _title(config: "RunConfig", program: "Program", kind: str) -> str:
-    mesh = config.plan.mesh
-    return (
-        f"{config.name}: {mesh} on {mesh.size} {kind} rank{'s' if mesh.size > 1 else ''} against one process, "
-        f"{len(program.batches)} updates of {program.num_microbatches} microbatches"
-    )
 
 
 def _print_report(report: "VerificationReport") -> bool:

@@ -96,6 +96,17 @@ class Data:
         """In an epoch; None where that is not known."""
         return self._source.num_samples
 
+    def __len__(self) -> int:
+        """Samples in an epoch. Raises TypeError where that is not known."""
+        if (found := self.num_samples) is None:
+            raise TypeError("this sw.Data has no length: its dataset does not say how many samples an epoch has")
+        return found
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of all data ranks together in one update."""
+        return self._settings.global_batch
+
     @property
     def epoch(self) -> int:
         """The epoch of the next sample, from 0 on."""

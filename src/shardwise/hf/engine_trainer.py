@@ -30,6 +30,7 @@ from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ConfigError, ModelError, OptimizerError
 from shardwise.hf.arguments import check_arguments
+from shardwise.hf.data_order import DataOrder
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
 from shardwise.hf.logged_losses import StepToLog
@@ -97,7 +98,9 @@ class _UpdateEvents(CallbackHandler):
         return control
 
 
-class EngineTrainer(EvaluationRounds, GeneratedInputs, RunServices, TrainerCheckpoints, transformers.Trainer):
+class EngineTrainer(
+    EvaluationRounds, GeneratedInputs, RunServices, TrainerCheckpoints, DataOrder, transformers.Trainer
+):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
     The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this

@@ -55,7 +55,8 @@ class MemoryCopies:
         state = self._trainer.state
         is_again, self._seen_step = state.global_step == self._seen_step, state.global_step
         if is_again == (state.epoch == int(state.epoch)):
-            self._copies.save(state.global_step, self._trainer.engine, extra=self._extra)
+            trainer = self._trainer
+            self._copies.save(state.global_step, trainer.engine, extra=self._extra, data=trainer._sw_data)
 
     def newest(self) -> MemoryCopy | None:
         """The newest copy, the same on all ranks, which call this together; None where there is none."""

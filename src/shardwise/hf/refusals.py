@@ -1,7 +1,9 @@
 """What a class of trainers cannot replace under a plan: refused in words when it is made, with the way out."""
 
+import ast
 import inspect
-from types import CodeType
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from shardwise.errors import ConfigError
@@ -34,12 +36,8 @@ def check_overrides(trainer: type, last: type) -> None:
     problems = []
     for each in trainer.__mro__[: trainer.__mro__.index(last)]:
         for name, instead in _TRAINING.items():
-            own = vars(each).get(name)
-            code = _code_of(own)
-            named = set() if code is None else _names_in(code)
-            # A method may name itself for another reason, as `train` does that calls model.train().
-            asks_above = named & {"super", *(kind.__name__ for kind in each.__mro__[1:])}
-            if code is not None and not (name in named and asks_above):
+            tree = _tree_of(vars(each).get(name))
+            if tree is not None and not _asks_above(tree, name, [kind.__name__ for kind in each.__mro__[1:]]):
                 problems.append(
                     f"{each.__name__}.{name} does not call super().{name}: nothing would train under a plan. Call it, "
                     f"{instead}"
@@ -55,8 +53,8 @@ def generates(trainer: type, last: type) -> bool:
         ahead = {"_prepare_inputs"}
         while ahead:
             seen |= ahead
-            codes = [_code_of(vars(each).get(name)) for name in ahead]
-            ahead = {name for code in codes if code is not None for name in _names_in(code)} - seen
+            trees = [_tree_of(vars(each).get(name)) for name in ahead]
+            ahead = {name for tree in trees if tree is not None for name in _names_in(tree)} - seen
         if "_prepare_inputs" in vars(each) and "generate" in seen:
             return True
     return False
@@ -89,14 +87,36 @@ def check_generation(trainer: Any, plan: Plan) -> None:
         raise ConfigError(*problems)
 
 
-def _code_of(method: Any) -> CodeType | None:
-    # Of the method, where a decorator wraps it.
-    return getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+def _tree_of(method: Any) -> ast.AST | None:
+    """What is written in a method; None where there is none, or no text of it."""
+    try:
+        # Of the method, where a decorator wraps it.
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))) if callable(method) else None
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
-def _names_in(code: CodeType) -> set[str]:
-    found = set(code.co_names)
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            found |= _names_in(each)
-    return found
+def _asks_above(tree: ast.AST, name: str, bases: list[str]) -> bool:
+    """Whether it has `super().name` in it, or `Base.name`: a method may name itself for another reason."""
+    above = {"super", *bases}
+    # `parent = super()` is looked through.
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Assign) and above & set(_last_names_in(each.value)):
+            above |= {target.id for target in each.targets if isinstance(target, ast.Name)}
+    found = [each.value for each in ast.walk(tree) if isinstance(each, ast.Attribute) and each.attr == name]
+    return any(above & set(_last_names_in(each)) for each in found)
+
+
+def _last_names_in(value: ast.expr) -> Iterator[str]:
+    """Of `super()` super, of `library.Base` Base."""
+    if isinstance(value, ast.Call):
+        yield from _last_names_in(value.func)
+    elif isinstance(value, ast.Name):
+        yield value.id
+    elif isinstance(value, ast.Attribute):
+        yield value.attr
+
+
+def _names_in(tree: ast.AST) -> set[str]:
+    names = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+    return names | {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}

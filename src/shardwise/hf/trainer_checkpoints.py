@@ -119,7 +119,7 @@ class TrainerCheckpoints:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         engine = self.engine
-        save(Path(output_dir, SAVE), engine, keep=1)
+        save(Path(output_dir, SAVE), engine, keep=1, data=self._sw_data)
         if getattr(self.args, "shardwise_optimizer_pt", True):
             save_optimizer(engine, Path(output_dir, OPTIMIZER))
         self._sw_save_scheduler(output_dir)
@@ -247,7 +247,7 @@ class TrainerCheckpoints:
         folder = Path(checkpoint)
         if (folder / SAVE).is_dir():
             self._sw_weights = None
-            load(folder / SAVE if self._sw_copy is None else self._sw_copy.store, self.engine)
+            load(folder / SAVE if self._sw_copy is None else self._sw_copy.store, self.engine, data=self._sw_data)
         elif (folder / OPTIMIZER).is_file():
             self._sw_load_plain(folder)
         if (folder / SCHEDULER).is_file():

@@ -39,7 +39,7 @@ class RunRecord(Callback):
             raise PlanError(
                 f"RunRecord has no ranks to show under {type(strategy).__name__}; give Trainer(strategy=Strategy(plan))"
             )
-        assert strategy.engine is not None, "a run that begins has its engine"
+        assert strategy.engine is not None
         folder = trainer.log_dir or trainer.default_root_dir  # all ranks ask for it
         record = recorded(
             strategy.engine,

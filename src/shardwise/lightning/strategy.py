@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.timed import Timed
+from shardwise.data import Data
 from shardwise.engine import Engine
 from shardwise.engine.forward.batches import BatchRows, RowDims, count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
@@ -41,6 +42,7 @@ from shardwise.lightning.whole_checkpoints import ENTRY, gathered, take_over
 from shardwise.plan import Plan
 from shardwise.runs.preemption import Preemption
 from shardwise.runs.run_trace import Tracer
+from shardwise.trainers.data_batches import DataBatches
 
 _IN_MODULE = ("log", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 """Methods of a module that the strategy stands in for, in the object."""
@@ -173,6 +175,22 @@ class Strategy(ManualTraining):
         self.checkpoint_io.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
+
+    def loader_of(self, data: Data) -> DataBatches:
+        """A loader for `trainer.fit`: the rows of an `sw.Data`, whose global batch is that of an update.
+
+        A fit that resumes goes on with the next one, on any number of ranks.
+        """
+
+        def engine() -> Engine[Any]:
+            assert self.engine is not None, "Lightning reads when the engine is there"
+            return self.engine
+
+        def parts() -> int:
+            assert self.lightning_module is not None
+            return int(self.lightning_module.trainer.accumulate_grad_batches)
+
+        return DataBatches(data, engine, parts=parts)
 
     def on_train_start(self) -> None:
         """All ranks look for signals from here on."""

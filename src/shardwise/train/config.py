@@ -373,7 +373,7 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     """
     path = find_config(path)
     problems: list[str] = []
-    tables = _with_overrides(_read_toml(path), overrides, problems)
+    tables = overridden(_read_toml(path), overrides, problems)
     problems += [unknown_setting(name, _KNOWN) for name in tables if name not in _KNOWN]
     found: dict[str, Any] = {name: read_table(kind, name, tables, problems) for name, kind in _TABLES.items()}
     model, data, train = found["model"], found["data"], found["train"]
@@ -407,7 +407,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config {path} is not TOML: {error}") from error
 
 
-def _with_overrides(tables: dict[str, Any], overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
+def overridden(tables: dict[str, Any], overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """`tables`, changed by overrides of the form "table.key=value"; those that are not are added to `problems`."""
     for override in overrides:
         key, equals, text = override.partition("=")
         *parents, last = key.strip().split(".")

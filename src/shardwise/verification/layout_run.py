@@ -1,10 +1,11 @@
 """The run under the layout: every rank leaves its notes in a folder, and one process joins them.
 
-    state-0/  gradients-0/  rank-000000-0.pt ..  state-1/  gradients-1/  rank-000000-1.pt ..  state-2/
+    state-0/  gradients-0/  updated-0/  rank-000000-0.pt ..  state-1/  gradients-1/  updated-1/  rank-000000-1.pt ..
 
-`state-N` is the engine before update N, `gradients-N` what the optimizer was given in it, both as checkpoints;
-`rank-R-N.pt` has the notes of rank R (`RankNotes`). `LayoutNotes` joins the notes of all ranks of one update, numbered
-and added up as one process would have them:
+`state-N` is the engine before update N, `gradients-N` what the optimizer was given in it, `updated-N` the engine after
+it, all as checkpoints: between two updates a program may change values itself. `rank-R-N.pt` has the notes of rank R
+(`RankNotes`). `LayoutNotes` joins the notes of all ranks of one update, numbered and added up as one process would have
+them:
 
     2 data ranks x 2 microbatches     rank 0: 0, 1     rank 1: 0, 1     ->  microbatches 0, 1, 2, 3
     a parameter on stages 0 and 3     gradients of both ranks are added
@@ -13,9 +14,9 @@ and added up as one process would have them:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path as FilePath
-from typing import Any
 
 import torch
 
@@ -23,12 +24,14 @@ from shardwise.checkpoint import save
 from shardwise.comm import Channel
 from shardwise.comm.digests import digest_of_values
 from shardwise.engine import Engine
-from shardwise.engine.forward.batches import count_rows, split_batch
-from shardwise.engine.step.exchange import weigh
+from shardwise.engine.forward.batches import Microbatch
 from shardwise.engine.step.reports import StepReport
+from shardwise.plan import Plan
+from shardwise.space import Portion
 from shardwise.verification.error_model import Path
-from shardwise.verification.program import Program
-from shardwise.verification.run_recording import GradientKey, Noted, NotedLosses, Notes, OutputKey, Recorder
+from shardwise.verification.program import Subject
+from shardwise.verification.run_recording import GradientKey, Noted, Notes, OutputKey
+from shardwise.verification.watched_program import WatchedProgram, digests_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +40,16 @@ class RankNotes:
 
     notes: Notes
     report: StepReport
+    inputs: tuple[str, ...]
+    """Digests of its microbatches."""
     counted: tuple[int, ...]
     """Numbers of the microbatches that the rank computed: those with a weight of 0 are left out."""
     chained: dict[str, int]
     """Parameters whose gradients went down from stage to stage within the backward -> the owner, which has the sum."""
     digests: dict[str, str]
     """Of every piece that the rank owns after the update, and of its gradient."""
+    portions: dict[str, Portion]
+    """What the rank has of parameters that are cut along tp."""
     num_threads: int
 
     def write(self, path: FilePath) -> None:
@@ -53,7 +60,7 @@ class RankNotes:
     def read(cls, path: FilePath) -> "RankNotes":
         """The notes that `write` left."""
         # Only tensors and values of these classes are read: a file of notes can call nothing.
-        with torch.serialization.safe_globals([cls, Notes, OutputKey, GradientKey, Noted, Path, StepReport]):
+        with torch.serialization.safe_globals([cls, Notes, OutputKey, GradientKey, Noted, Path, Portion, StepReport]):
             found: RankNotes = torch.load(path, weights_only=True)
         return found
 
@@ -61,6 +68,11 @@ class RankNotes:
 def state_folder(folder: FilePath, step: int) -> FilePath:
     """The state before update `step`, counted from 0."""
     return folder / f"state-{step}"
+
+
+def updated_folder(folder: FilePath, step: int) -> FilePath:
+    """The state after update `step`."""
+    return folder / f"updated-{step}"
 
 
 def gradients_folder(folder: FilePath, step: int) -> FilePath:
@@ -73,50 +85,54 @@ def notes_file(folder: FilePath, step: int, rank: int) -> FilePath:
     return folder / f"rank-{rank:06}-{step}.pt"
 
 
-def run_layout(program: Program, channel: Channel, folder: FilePath) -> None:
-    """Train under the plan, on this rank. All ranks of `channel` call it, with a folder that all see."""
-    model = program.build()
-    data_rank = program.plan.mesh.data_rank(channel.rank)
-    shares = [program.share(batch, data_rank) for batch in program.batches]
-    noted, turns = NotedLosses(), program.turns_of(model)
-    # What the proof of tensor.rules would refuse is what is to be found and named here, and its calls are no step's.
-    plan = replace(program.plan, tensor=replace(program.plan.tensor, prove=False))
-    engine = program.parallelized(model, plan, channel, noted, sample=shares[0])
-    noted.recorder = recorder = Recorder(model, engine.pipeline)
-    schedulers = [program.scheduler(each) for each in engine.optimizers] if program.scheduler else []
-    save(state_folder(folder, 0), engine, channel=channel)
-    try:
-        for step, share in enumerate(shares):
-            counted = _counted(program, share)
-            recorder.begin()
-            report = engine.step(share, **noted.turn(turns(step + 1)))
-            notes = recorder.take()
-            # Before the schedulers and the next step: the engine's gradients are views that the next update
-            # overwrites.
-            gradients = engine.gradients()
-            if not report.skipped:
-                for scheduler in schedulers:
-                    scheduler.step()
-            save(gradients_folder(folder, step), gradients, channel=channel)
-            save(state_folder(folder, step + 1), engine, channel=channel)
-            RankNotes(
-                notes=notes,
-                report=report,
-                counted=counted,
-                chained=_chained(engine, len(counted)),
-                digests=_digests(engine),
-                num_threads=torch.get_num_threads(),
-            ).write(notes_file(folder, step, channel.rank))
-        # Rank 0 goes on to read what all have written: no rank may be writing still.
-        channel.exchange(b"", purpose="the end of the run under the layout")
-    finally:
-        recorder.remove()
+def run_layout(subject: Subject, channel: Channel, folder: FilePath) -> int:
+    """Run the program under the plan, on this rank; returns how many updates it made.
+
+    All ranks of `channel` call it, with a folder that all see.
+    """
+    run = LayoutRun(subject, channel, folder)
+    run.run()
+    # Rank 0 goes on to read what all have written: no rank may be writing still.
+    channel.exchange(b"", purpose="the end of the run under the layout")
+    return run.num_updates
 
 
-def _counted(program: Program, share: dict[str, Any]) -> tuple[int, ...]:
-    count = min(program.plan.merge.microbatches, count_rows(share, program.rows))
-    parts = split_batch(share, count, torch.device("cpu"), program.rows)
-    return tuple(at for at, weight in enumerate(weigh(parts, program.loss_weight, rows=program.rows)) if weight)
+class LayoutRun(WatchedProgram):
+    """The run of one rank."""
+
+    def __init__(self, subject: Subject, channel: Channel, folder: FilePath) -> None:
+        super().__init__(subject, subject.layout_plan, channel)
+        self._folder = folder
+        self._counted: tuple[int, ...] = ()
+        self._inputs: tuple[str, ...] = ()
+
+    def made(self, model: torch.nn.Module) -> Sequence[Mapping[str, Portion]]:
+        """None apart: a rank has its own part alone."""
+        return ()
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Leave the state before the update."""
+        self._counted, self._inputs = self.counted(microbatches), digests_of(microbatches)
+        save(state_folder(self._folder, self.num_updates), self.engine, channel=self.channel)
+        self.recorder.begin()
+
+    def end(self, report: StepReport) -> None:
+        """Leave notes, gradients and the state after the update."""
+        engine, step = self.engine, self.num_updates
+        notes = self.recorder.take()
+        # Before anything else: the engine's gradients are views that the next update overwrites.
+        save(gradients_folder(self._folder, step), engine.gradients(), channel=self.channel)
+        save(updated_folder(self._folder, step), engine, channel=self.channel)
+        RankNotes(
+            notes=notes,
+            report=report,
+            inputs=self._inputs,
+            counted=self._counted,
+            chained=_chained(engine, len(self._counted)),
+            digests=_digests(engine),
+            portions=dict(engine.tensor_decision.plan.portions(self.plan.mesh.coordinates(self.channel.rank)["tp"])),
+            num_threads=torch.get_num_threads(),
+        ).write(notes_file(self._folder, step, self.channel.rank))
 
 
 def _chained(engine: Engine, num_microbatches: int) -> dict[str, int]:
@@ -174,36 +190,41 @@ class LayoutNotes:
     """The values of each output on ranks: (rank, value)."""
     gradients: Mapping[GradientKey, MicrobatchGradient]
     """Of parameters that are whole on the ranks that compute with them: the sum over these ranks."""
+    inputs: Sequence[tuple[int, str]]
+    """Of each microbatch a rank that was given it, and its digest."""
     counted: Sequence[int]
     """The microbatches that were computed, in order."""
     unequal_pieces: Sequence[tuple[str, int, int]]
     """Pieces that two ranks have with other values: (piece, the one rank, the other)."""
     num_threads: int
-    num_tensor_ranks: int
+    portions: Sequence[Mapping[str, Portion]]
+    """For each rank along tp, what it has of parameters that are cut."""
 
     def has_gradient(self, parameter: str, microbatch: int, *, cut: bool) -> bool:
         """Whether ranks have parts of the gradient of a microbatch, or else the whole one."""
         whole = GradientKey(microbatch, parameter)
-        parts = (whole._replace(part=rank) for rank in range(self.num_tensor_ranks))
+        parts = (whole._replace(part=rank) for rank in range(len(self.portions)))
         return any(key in self.gradients for key in (parts if cut else (whole,)))
 
     @classmethod
-    def read(
-        cls, program: Program, folder: FilePath, step: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> "LayoutNotes":
+    def read(cls, plan: Plan, folder: FilePath, step: int, shapes: Mapping[str, tuple[int, ...]]) -> "LayoutNotes":
         """From the notes of the ranks. shapes: of the whole parameters."""
-        ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(program.plan.mesh.size)]
-        per_rank = program.plan.merge.microbatches
+        mesh = plan.mesh
+        ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(mesh.size)]
+        by_data_rank = {mesh.data_rank(rank): rank for rank in reversed(range(mesh.size))}
+        holders = [by_data_rank[at] for at in range(mesh.num_data_ranks)]
+        first = [0, *accumulate(len(ranks[holder].inputs) for holder in holders)]
+        """The number of the first microbatch of each data rank."""
         outputs: dict[OutputKey, list[tuple[int, Noted]]] = {}
         parts: dict[GradientKey, dict[int, list[MicrobatchGradient]]] = {}
         counted: set[int] = set()
         for rank, own in enumerate(ranks):
             # `counted`: a rank leaves out microbatches of weight 0, and numbers those that it computed from 0 on.
-            numbers = [program.plan.mesh.data_rank(rank) * per_rank + at for at in own.counted]
+            numbers = [first[mesh.data_rank(rank)] + at for at in own.counted]
             counted |= set(numbers)
             for key, noted in own.notes.outputs.items():
                 outputs.setdefault(key._replace(microbatch=numbers[key.microbatch]), []).append((rank, noted))
-            at = program.plan.mesh.coordinates(rank)
+            at = mesh.coordinates(rank)
             for gradient, noted in own.notes.gradients.items():
                 holder = own.chained.get(gradient.parameter, at["pp"])
                 if holder == at["pp"]:  # else this part is in what another rank has
@@ -215,10 +236,11 @@ class LayoutNotes:
             report=ranks[0].report,
             outputs=outputs,
             gradients=dict(_together(parts, shapes)),
+            inputs=[(holder, digest) for holder in holders for digest in ranks[holder].inputs],
             counted=sorted(counted),
             unequal_pieces=list(_unequal(ranks)),
             num_threads=ranks[0].num_threads,
-            num_tensor_ranks=program.plan.mesh.tp,
+            portions=[own.portions for own in ranks[: mesh.tp]] if mesh.tp > 1 else [],
         )
 
 

@@ -17,6 +17,7 @@ from itertools import groupby
 
 import torch
 
+from shardwise.plan import Plan
 from shardwise.space import Piece
 from shardwise.verification.error_model import (
     UNIT_ROUNDOFF,
@@ -28,7 +29,6 @@ from shardwise.verification.error_model import (
 )
 from shardwise.verification.layout_run import LayoutNotes
 from shardwise.verification.one_process import OwnStep
-from shardwise.verification.program import Program
 from shardwise.verification.run_recording import GradientKey, places, wide
 
 
@@ -36,7 +36,7 @@ class MeanGradients:
     """The mean gradients of one process, in float64, with bounds for those of a layout."""
 
     def __init__(
-        self, program: Program, model: ErrorModel, own: OwnStep, layout: LayoutNotes, rounded: Collection[str]
+        self, plan: Plan, model: ErrorModel, own: OwnStep, layout: LayoutNotes, rounded: Collection[str]
     ) -> None:
         """rounded: parameters whose gradients per microbatch are not all known to be equal in both."""
         self._model = model
@@ -45,7 +45,7 @@ class MeanGradients:
         self._rounded = rounded
         self._num_terms = len(layout.counted)
         # Without averaging, microbatches are summed on each data rank, and these sums averaged over data ranks.
-        divisor = program.num_microbatches if program.plan.merge.average else program.num_data_ranks
+        divisor = len(layout.inputs) if plan.merge.average else plan.mesh.num_data_ranks
         # Hooks have seen gradients of scaled losses.
         self._scale = 1.0 / (divisor * (own.report.loss_scale or 1.0))
         squares, allowed = 0.0, 0.0
@@ -56,7 +56,7 @@ class MeanGradients:
         self.allowed_of_norm = math.sqrt(allowed) + 4 * UNIT_ROUNDOFF["float32"] * self.norm
         """By how much the norm may be off: the norm of the bounds of all elements."""
         self._common = SharedFactor()
-        limit, theirs = program.plan.clip_grad_norm, layout.report.grad_norm
+        limit, theirs = plan.clip_grad_norm, layout.report.grad_norm
         assert not isinstance(limit, Mapping), "a program has no clip of parts"
         # Clipped by the layout's norm, which is compared on its own: a wrong one must not make all gradients wrong.
         self._clip = 1.0 if limit is None else min(1.0, limit / (theirs + 1e-6))

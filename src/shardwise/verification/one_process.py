@@ -12,6 +12,7 @@ gradients. If a gradient is nearly zero, Adam makes rounding errors as large as 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,16 +20,18 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import Catalogue, load
+from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import alone
 from shardwise.comm.digests import digest_of_values
-from shardwise.engine.forward.batches import LossOfModel
+from shardwise.engine.forward.batches import Batch, Microbatch, given_microbatches
 from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.step.reports import StepReport
-from shardwise.engine.tensor.tensor_decision import decide
 from shardwise.space import Portion
 from shardwise.verification.error_model import Path
-from shardwise.verification.program import Program
-from shardwise.verification.run_recording import NotedLosses, Notes, Recorder, wide
+from shardwise.verification.layout_run import RankNotes, gradients_folder, notes_file, state_folder
+from shardwise.verification.program import Subject
+from shardwise.verification.run_recording import Notes, wide
+from shardwise.verification.watched_program import Enough, WatchedProgram, digests_of
 
 
 @dataclass(kw_only=True)
@@ -49,6 +52,8 @@ class OwnStep:
 
     notes: Notes
     report: StepReport
+    inputs: tuple[str, ...]
+    """Digests of the microbatches."""
     terms: dict[str, Terms]
     """By parameter, in the order of the model; those without a gradient are left out."""
     path: Path
@@ -61,71 +66,95 @@ class OwnStep:
     """The names of buffers that the forwards of this update have changed."""
 
 
-class OneProcess:
+class OneProcess(WatchedProgram):
     """The program in one process."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
-        self._channel, self._program = alone(device), program
-        self.model = program.build()
-        # Before `parallelize`: which parameters tp cuts is read from the plain model.
-        portions = portions_along_tp(self.model, program)
-        self._noted, self._turns, self._num_steps = NotedLosses(), program.turns_of(self.model), 0
-        self._engine = program.parallelized(self.model, program.one_process_plan, self._channel, self._noted)
-        self._noted.recorder = self._recorder = Recorder(self.model, portions=portions)
-        self._schedulers = [program.scheduler(each) for each in self._engine.optimizers] if program.scheduler else []
+    def __init__(
+        self,
+        subject: Subject,
+        folder: FilePath,
+        device: torch.device,
+        *,
+        begins: Callable[["OneProcess"], bool],
+        compares: Callable[["OneProcess", OwnStep], bool],
+    ) -> None:
+        """folder: of what the ranks left. begins, compares: asked before the first update and after each to go on."""
+        super().__init__(subject, subject.one_process_plan, alone(device))
+        self._folder, self._begins, self._compares = folder, begins, compares
         self._terms: dict[str, Terms] = {}
         self._squares: dict[str, float] = {}
         self._digests: dict[str, str] = {}
-        self._theirs: Catalogue | None = None
-        self.order = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        self._buffers: dict[str, str] = {}
+        self._inputs: tuple[str, ...] = ()
+        self.given_gradients: Catalogue
+        """Those of the layout, in the update under way."""
+
+    def made(self, model: nn.Module) -> Sequence[Mapping[str, Portion]]:
+        """Put hooks on the model; the portions are those that the ranks say they have."""
+        self.model = model
+        self.order = [name for name, each in model.named_parameters() if each.requires_grad]
         """The trained parameters, in the order of the model."""
-        self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+        self.shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         # A hook on the tensor sees the gradient of one microbatch, before the engine adds it to its buffer.
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._term_hook(name))
-        owner_of = {each: name for name, each in self.model.named_parameters()}
-        for module in self.model.modules():
+        owner_of = {each: name for name, each in model.named_parameters()}
+        for module in model.modules():
             names = [owner_of[each] for each in module._parameters.values() if each in owner_of]
             if names:
                 module.register_forward_hook(self._uses_hook(names))
-        for optimizer in self._engine.optimizers:
+        for optimizer in self.engine.optimizers:
             optimizer.register_step_pre_hook(self._take_gradients)
+        count = self.subject.plan.mesh.tp
+        ranks = range(count) if count > 1 else ()
+        return [RankNotes.read(notes_file(self._folder, 0, rank)).portions for rank in ranks]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters, masters, buffers and optimizer state by name."""
-        return {piece.name: tensor for piece, tensor in self._engine.state().items()}
+        return {piece.name: tensor for piece, tensor in self.engine.state().items()}
 
-    def step(self, batch: Any, state: FilePath, gradients: Catalogue) -> OwnStep:
-        """One update from a state of the layout. `gradients`: those that the layout's optimizer was given."""
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Take over the state of the layout."""
+        if not self.num_updates and not self._begins(self):
+            raise Enough
         # A checkpoint of any layout loads into one process: masters, buffers and what the optimizer keeps.
-        load(str(state), self._engine, channel=self._channel)
-        buffers = self._digests_of_buffers()
-        self._terms, self._squares, self._digests, self._theirs = {}, {}, {}, gradients
-        self._recorder.begin()
-        self._num_steps += 1
-        given = self._program.as_ranks_have_it(batch, self._channel.device)
-        report = self._engine.step(given, **self._noted.turn(self._turns(self._num_steps)))
-        notes = self._recorder.take()
-        self._theirs = None
-        if not report.skipped:
-            for scheduler in self._schedulers:
-                scheduler.step()
+        load(str(state_folder(self._folder, self.num_updates)), self.engine, channel=self.channel)
+        self._inputs, self._buffers = digests_of(microbatches), self._digests_of_buffers()
+        self._terms, self._squares, self._digests = {}, {}, {}
+        self.given_gradients = open_checkpoint(str(gradients_folder(self._folder, self.num_updates)))
+        self.recorder.begin()
+
+    def given(self, batch: Batch, parts: Sequence[Microbatch]) -> Batch:
+        """The batch; on a device each microbatch lies in memory as on its rank."""
+        # Kernels round by the alignment of what they read, and a device gets a copy of each share.
+        ranks, device = self.subject.plan.mesh.num_data_ranks, self.channel.device
+        if device.type == "cpu" or given_microbatches(batch) is not None:
+            return batch
+        return [*chain.from_iterable(self.cut(each, len(parts) // ranks, device) for each in self.shares(batch, ranks))]
+
+    def end(self, report: StepReport) -> None:
+        """Compare the update."""
+        notes = self.recorder.take()
         for name, square in self._squares.items():
             if name in self._terms:
                 self._terms[name].square = square if math.isfinite(square) else 0.0
         paths = [noted.path for noted in notes.outputs.values()]
-        return OwnStep(
+        before = self._buffers
+        own = OwnStep(
             notes=notes,
             report=report,
+            inputs=self._inputs,
             terms={name: self._terms[name] for name in self.order if name in self._terms},
             path=max(paths, key=lambda path: path.num_calls, default=Path.beginning()),
             state=self.state(),
             gradient_digests=self._digests,
             written_buffers=frozenset(
-                name for name, digest in self._digests_of_buffers().items() if digest != buffers.get(name)
+                name for name, digest in self._digests_of_buffers().items() if digest != before.get(name)
             ),
         )
+        if not self._compares(self, own):
+            raise Enough
 
     def _digests_of_buffers(self) -> dict[str, str]:
         held = self.model.named_buffers(remove_duplicate=False)
@@ -178,24 +207,13 @@ class OneProcess:
 
     def _take_gradients(self, *_: Any) -> None:
         """Just before an optimizer steps: give it the gradients of the layout."""
-        if self._theirs is None:
-            return
-        for piece, gradient in self._engine.gradients().items():
+        for piece, gradient in self.engine.gradients().items():
             # The first optimizer that steps comes before any write: later ones find gradients of the layout here.
             self._digests.setdefault(piece.name, digest_of_values(gradient))
-            if piece.name in self._theirs.tensors and self._theirs.tensors[piece.name].shape == gradient.shape:
-                gradient.copy_(self._theirs.read(piece.name))
+            theirs = self.given_gradients
+            if piece.name in theirs.tensors and theirs.tensors[piece.name].shape == gradient.shape:
+                gradient.copy_(theirs.read(piece.name))
 
 
 def _mean_square(tensor: torch.Tensor) -> float:
     return float(wide(tensor).abs().square().mean()) if tensor.numel() else 0.0
-
-
-def portions_along_tp(model: nn.Module, program: Program) -> list[Mapping[str, Portion]]:
-    """For each rank along tp, the portions of the parameters that are cut."""
-    plan = program.plan
-    if plan.mesh.tp == 1 or plan.tensor.rules is None:
-        return []
-    loss = LossOfModel(model, program.loss_of(model), program.rows)
-    decision = decide(model, plan, loss=loss, sample=program.share(program.batches[0], 0))
-    return [decision.plan.portions(rank) for rank in range(plan.mesh.tp)]

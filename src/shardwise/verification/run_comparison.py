@@ -16,6 +16,7 @@ import torch
 from shardwise.checkpoint import Catalogue
 from shardwise.comm.digests import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
+from shardwise.plan import Plan
 from shardwise.plan.names import is_state_name
 from shardwise.verification.error_model import (
     EQUAL,
@@ -30,7 +31,6 @@ from shardwise.verification.error_model import (
 from shardwise.verification.layout_run import LayoutNotes
 from shardwise.verification.mean_gradients import MeanGradients
 from shardwise.verification.one_process import OwnStep
-from shardwise.verification.program import Program
 from shardwise.verification.report import Divergence, StepComparison, Tally
 from shardwise.verification.run_recording import LOSS, Noted, is_number, places, wide
 
@@ -49,7 +49,7 @@ class StepComparer:
         self,
         *,
         step: int,
-        program: Program,
+        plan: Plan,
         layout: LayoutNotes,
         own: OwnStep,
         gradients: Catalogue,
@@ -57,10 +57,10 @@ class StepComparer:
     ) -> None:
         """gradients, state: of the layout, after the update."""
         self._step = step
-        self._program = program
+        self._plan = plan
         self._layout = layout
         self._own = own
-        self._model = ErrorModel.of(program.plan)
+        self._model = ErrorModel.of(plan)
         self._gradients = gradients
         self._state = state
         self._tallies: dict[str, Tally] = {}
@@ -95,6 +95,7 @@ class StepComparer:
         return [*self._remarks, f"not compared: {' and '.join(kinds)} per update: ranks along tp have parts, or none"]
 
     def _divergences(self) -> Iterator[Divergence]:
+        yield from self._of_inputs()
         computed = len({key.microbatch for key in self._own.notes.outputs})
         if computed != len(self._layout.counted):
             yield self._divergence(
@@ -109,6 +110,21 @@ class StepComparer:
             yield from self._of_means()
         yield from self._of_state()
         yield from self._of_replicas()
+
+    def _of_inputs(self) -> Iterator[Divergence]:
+        """A program may choose the rows of a data rank itself."""
+        if len(self._own.inputs) != len(self._layout.inputs):
+            yield self._divergence(
+                "batch", "microbatches", _unlike(f"{len(self._own.inputs)}", f"{len(self._layout.inputs)}")
+            )
+        for number, (ours, (rank, theirs)) in enumerate(zip(self._own.inputs, self._layout.inputs, strict=True)):
+            if ours != theirs:
+                where = self._divergence(
+                    "batch", "microbatch", _unlike("some values", "others"), "", microbatch=number, rank=rank
+                )
+                yield replace(
+                    where, explanation="The first data rank has to train on the first rows, the next on the next"
+                )
 
     # One microbatch -------------------------------------------------------------------------------------------------
 
@@ -221,7 +237,7 @@ class StepComparer:
         for key in self._own.notes.gradients:
             numbers[key.parameter] = numbers.get(key.parameter, 0) + (key.part < 0)
         rounded = {name for name, number in numbers.items() if self._num_equal.get(name) != number}
-        means = MeanGradients(self._program, self._model, self._own, self._layout, rounded)
+        means = MeanGradients(self._plan, self._model, self._own, self._layout, rounded)
         # In float64, and of all parameters: the norm of the engine in one process is part of what is verified.
         self._norm = means.norm
         stored = self._gradients.tensors
@@ -332,6 +348,12 @@ def initial_divergence(own: Mapping[str, torch.Tensor], layout: Catalogue) -> Di
         if found.ratio > 0:
             return _divergence_at(0, "initial", name, replace(found, allowed=0.0), tuple(ours.shape))
     return None
+
+
+def missing_update(ours: int, theirs: int) -> Divergence:
+    """One process ends before the layout."""
+    found = _unlike(f"{ours}", f"{theirs}")
+    return _divergence_at(ours, "number of", "updates", found, (), module="")
 
 
 def _divergence_at(

@@ -223,34 +223,19 @@ class Recorder:
 class NotedLoss:
     """A loss function whose values are noted. A model that gives its own loss notes it as its output."""
 
-    def __init__(self, loss: LossFunction, noted: "NotedLosses") -> None:
+    def __init__(self, loss: LossFunction, recorder: "Callable[[], Recorder | None]") -> None:
+        """recorder: asked in each call, because the engine takes the loss before the model has its hooks."""
         self._loss: Callable[..., torch.Tensor | Mapping[str, Any]] = loss
         self.__signature__ = inspect.signature(loss)  # whether it takes the output of the model
-        self._noted = noted
+        self._recorder = recorder
 
     def __call__(self, *given: Any) -> torch.Tensor | Mapping[str, Any]:
         """The loss of a microbatch."""
         value = self._loss(*given)
         loss = value.get("loss") if isinstance(value, Mapping) else value
-        if self._noted.recorder is not None and isinstance(loss, torch.Tensor):
-            self._noted.recorder.note_output(LOSS, None, loss)
+        if (recorder := self._recorder()) is not None and isinstance(loss, torch.Tensor):
+            recorder.note_output(LOSS, None, loss)
         return value
-
-
-class NotedLosses:
-    """The loss functions of a run: that of the engine, and those of turns."""
-
-    def __init__(self) -> None:
-        self.recorder: Recorder | None = None
-        """Set once the model has its hooks."""
-
-    def of(self, loss: LossFunction | None) -> LossFunction | None:
-        """The same function, noted."""
-        return None if loss is None else NotedLoss(loss, self)
-
-    def turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a step, with a loss that is noted."""
-        return {**turn, "loss": self.of(turn.get("loss"))}
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """Verification of a program under a plan: run it, repeat every update in one process, compare.
 
-    ranks          state 0 -> update 0 -> state 1 -> update 1 -> state 2        each state is saved, gradients too
+    ranks          state 0 -> update 0 -> state 1 -> update 1 -> state 2        states are saved, gradients too
                       |                      |
     one process    load 0, update 0       load 1, update 1                      compare with what the ranks left
 
@@ -25,13 +25,44 @@ from shardwise.engine.optimizers.known import OptimizerFunction
 from shardwise.errors import OptimizerError
 from shardwise.plan import Plan
 from shardwise.verification.error_model import ErrorModel
-from shardwise.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
-from shardwise.verification.one_process import OneProcess
-from shardwise.verification.program import Program, Scheduler
+from shardwise.verification.layout_run import (
+    LayoutNotes,
+    RankNotes,
+    notes_file,
+    run_layout,
+    state_folder,
+    updated_folder,
+)
+from shardwise.verification.one_process import OneProcess, OwnStep
+from shardwise.verification.program import PlainProgram, Program, Scheduler, Subject
 from shardwise.verification.report import Divergence, StepComparison, Verdict, VerificationReport
-from shardwise.verification.run_comparison import StepComparer, initial_divergence
+from shardwise.verification.run_comparison import StepComparer, initial_divergence, missing_update
 
 _PROGRESS = "progress of a verification"
+
+
+def verify_program(
+    program: Program,
+    plan: Plan,
+    *,
+    steps: int = 3,
+    channel: Channel | None = None,
+    folder: Path | str | None = None,
+    timeout_seconds: float = 600.0,
+) -> VerificationReport:
+    """Run a program of yours under `plan`, and compare each of its first updates with one process.
+
+    program: f(parallelize) -> anything. It makes its model, gives it to `parallelize`, and calls `engine.step` for each
+        update, with the rows of its data rank. `parallelize` is `shardwise.parallelize` with the plan and the ranks
+        filled in. It is called on every rank and in the one process, where `engine.plan` has one data rank and all
+        microbatches; it has to make the same initial values each time.
+    steps: updates to compare at most. The program is left after them, by an exception that is no Exception.
+    channel, folder, timeout_seconds: as for `verify`.
+
+    Raises what the program raises, BatchError for rows that make no equal microbatches, and ModelError for a program
+    that makes no update or a second engine.
+    """
+    return _verify_on(channel, Subject(program=program, plan=plan, num_updates=steps), folder, timeout_seconds)
 
 
 def verify(
@@ -63,42 +94,43 @@ def verify(
 
     Raises what parallelize and step raise, and BatchError for rows that make no equal microbatches.
     """
-    program = Program(
+    program = PlainProgram(
         make_model=make_model,
-        plan=plan,
         batches=batches,
         optimizer_of=lambda model: optimizer,
         loss_of=lambda model: loss,
-        loss_weight=loss_weight,
         scheduler=scheduler,
         seed=seed,
+        settings={"loss_weight": loss_weight},
     )
-    program.check()
+    subject = Subject(program=program, plan=plan, num_updates=len(batches))
+    program.check(subject.plan)
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise OptimizerError(
             f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer"
         )
-    if channel is not None:
-        return _verify_on(channel, program, folder)
-    return verify_simulated(program, timeout_seconds=timeout_seconds)
+    return _verify_on(channel, subject, folder, timeout_seconds)
 
 
-def verify_simulated(program: Program, *, title: str = "", timeout_seconds: float = 600.0) -> VerificationReport:
+def verify_simulated(subject: Subject, *, title: str = "", timeout_seconds: float = 600.0) -> VerificationReport:
     """See `verify`."""
-    program.check()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
 
-        def run(channel: Channel) -> None:
-            run_layout(program, channel, folder)
+        def run(channel: Channel) -> int:
+            return run_layout(subject, channel, folder)
 
         # The ranks finish before the comparison begins: both would use the random generators and threads of this
         # process.
-        simulate(program.plan.mesh.size, run, timeout_seconds=timeout_seconds)
-        return compare_with_one_process(program, folder, torch.device("cpu"), title=title)
+        num_updates, *_ = simulate(subject.plan.mesh.size, run, timeout_seconds=timeout_seconds)
+        return compare_with_one_process(subject, folder, torch.device("cpu"), num_updates, title=title)
 
 
-def _verify_on(channel: Channel, program: Program, folder: Path | str | None) -> VerificationReport:
+def _verify_on(
+    channel: Channel | None, subject: Subject, folder: Path | str | None, timeout_seconds: float
+) -> VerificationReport:
+    if channel is None:
+        return verify_simulated(subject, timeout_seconds=timeout_seconds)
     with ExitStack() as stack:
         # Rank 0 makes the folder and removes it. All ranks then open it by the same path, so they have to see one
         # storage.
@@ -109,7 +141,7 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
         (told,) = understood(channel.exchange(name.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
         place = Path(told)
         place.mkdir(parents=True, exist_ok=True)
-        run_layout(program, channel, place)
+        num_updates = run_layout(subject, channel, place)
         if channel.rank > 0:
             # Ranks take part in an exchange per update: a wait for the whole comparison would exceed the channel's
             # time limit.
@@ -118,7 +150,7 @@ def _verify_on(channel: Channel, program: Program, folder: Path | str | None) ->
             return understood([packed], VerificationReport.unpacked, purpose=_PROGRESS)[0]
         try:
             report = compare_with_one_process(
-                program, place, channel.device, after_step=lambda: channel.exchange(b"", purpose=_PROGRESS)
+                subject, place, channel.device, num_updates, after_step=lambda: channel.exchange(b"", purpose=_PROGRESS)
             )
         except BaseException as error:
             # The others wait in an exchange: without this they would learn of the error at their time limit only.
@@ -148,44 +180,57 @@ def _fresh_folder(channel: Channel, inside: Path | str | None) -> Iterator[str]:
 
 
 def compare_with_one_process(
-    program: Program,
+    subject: Subject,
     folder: Path,
     device: torch.device,
+    num_updates: int,
     *,
     title: str = "",
     after_step: Callable[[], object] = lambda: None,
 ) -> VerificationReport:
-    """Repeat in one process the updates that ranks left in `folder`, up to the first that diverges."""
-    own = OneProcess(program, device)
-    # A model that is built differently on the ranks would make every later comparison fail in a less clear place.
-    divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
+    """Repeat in one process the updates that ranks left in `folder`, up to the first that diverges.
+
+    num_updates: of the ranks. title: the layout in words; None: its mesh.
+    """
     steps: list[StepComparison] = []
-    remarks = dict.fromkeys([*_about_settings(program), *_about_dropout(program, own.model)])
+    remarks = dict.fromkeys(_about_settings(subject))
+    divergence: Divergence | None = None
+    num_microbatches = subject.one_process_plan.merge.microbatches
     unknown: list[int] = []
     """Updates that say nothing of the numbers that the layout computes."""
-    for step, batch in enumerate(program.batches):
-        if divergence is not None:
-            break
-        layout = LayoutNotes.read(program, folder, step, own.shapes)
-        gradients = open_checkpoint(str(gradients_folder(folder, step)))
-        with _threads(layout.num_threads):
-            repeated = own.step(batch, state_folder(folder, step), gradients)
+
+    def begins(own: OneProcess) -> bool:
+        # A model that is built differently on the ranks would make every later comparison fail in a less clear place.
+        nonlocal divergence
+        divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
+        remarks.update(dict.fromkeys(_about_dropout(subject.plan, own.model)))
+        return divergence is None
+
+    def compares(own: OneProcess, repeated: OwnStep) -> bool:
+        nonlocal divergence, num_microbatches
+        step, num_microbatches = own.num_updates, len(repeated.inputs)
         comparer = StepComparer(
             step=step,
-            program=program,
-            layout=layout,
+            plan=subject.plan,
+            layout=LayoutNotes.read(subject.plan, folder, step, own.shapes),
             own=repeated,
-            gradients=gradients,
-            state=open_checkpoint(str(state_folder(folder, step + 1))),
+            gradients=own.given_gradients,
+            state=open_checkpoint(str(updated_folder(folder, step))),
         )
         divergence = comparer.first_divergence()
         steps.append(comparer.summary())
         # A dict keeps the order and has each remark once, though each update makes it again.
-        remarks |= dict.fromkeys(comparer.remarks())
+        remarks.update(dict.fromkeys(comparer.remarks()))
         # Not a number equals everything or nothing: such an update proves nothing about the layout.
         if repeated.report.skipped or not math.isfinite(repeated.report.loss):
             unknown.append(step)
         after_step()
+        return divergence is None and len(steps) < num_updates
+
+    with _threads(RankNotes.read(notes_file(folder, 0, 0)).num_threads):
+        OneProcess(subject, folder, device, begins=begins, compares=compares).run()
+    if divergence is None and len(steps) < num_updates:
+        divergence = missing_update(len(steps), num_updates)
     if unknown:
         steps_in_words = f"update{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown))}"
         remarks[
@@ -193,13 +238,12 @@ def compare_with_one_process(
             "the model or the loss to verify"
         ] = None
     are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
-    mesh = program.plan.mesh
+    mesh = subject.plan.mesh
     return VerificationReport(
         verdict=_verdict(divergence, are_equal=are_equal, is_known=len(unknown) < len(steps)),
-        title=title
-        or f"{mesh}, {mesh.size} ranks, against one process: {len(program.batches)} updates of "
-        f"{program.num_microbatches} microbatches",
-        model=ErrorModel.of(program.plan).words,
+        title=f"{title or f'{mesh} on {mesh.size} ranks'} against one process, {num_updates} updates of "
+        f"{num_microbatches} microbatches",
+        model=ErrorModel.of(subject.plan).words,
         steps=tuple(steps),
         divergence=divergence,
         remarks=tuple(remarks),
@@ -232,16 +276,16 @@ _SETTINGS = {
 }
 
 
-def _about_settings(program: Program) -> list[str]:
-    if not program.left_out:
+def _about_settings(subject: Subject) -> list[str]:
+    if not subject.left_out:
         return []
-    names = [f"{_SETTINGS[name]} ({name})" for name in program.left_out]
+    names = [f"{_SETTINGS[name]} ({name})" for name in subject.left_out]
     return [f"not compared: {', '.join(names)}. Both sides ran without"]
 
 
-def _about_dropout(program: Program, model: nn.Module) -> list[str]:
+def _about_dropout(plan: Plan, model: nn.Module) -> list[str]:
     """Between modules that are cut, each rank along tp draws for its own part: other numbers than one process."""
-    if program.plan.mesh.tp == 1:
+    if plan.mesh.tp == 1:
         return []
     drawing = [name for name, module in model.named_modules() if _drops(module)]
     if not drawing:
