@@ -129,7 +129,7 @@ def _by_default(job: str, kind: Kind) -> list[tuple[str, str, Bound]]:
         for name, limit in rows
     ]
     found += [(f"{ours}-default-unverified", f"{ours}-default", NO_SLOWER) for ours in ("ours", "ours-slices")]
-    return [*found, ("ours-of-hf", "hf", MAPPED)]
+    return [*found, ("ours-of-hf-unverified", "hf", MAPPED)]
 
 
 def _reads(outcome: Outcome) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ SLICES = "load slices as slices"
 SLICES_AS_ROWS = "load slices as rows"
 SLICES_AS_COLUMNS = "load slices as columns"
 
-_OURS = ("ours", "ours-default", "ours-default-unverified", "ours-unverified", "ours-of-hf")
+_OURS = ("ours", "ours-default", "ours-default-unverified", "ours-unverified", "ours-of-hf-unverified")
 _ANYWHERE = (*_OURS, "dcp", "hf", "hf-consolidated")
 _RANK_BY_RANK = ("plain", "torch.load", "torch_checkpointing")
 _FROM_SLICES = ("ours-slices", "ours-slices-unverified", "dcp-flat-cut")

@@ -165,7 +165,7 @@ _LOADERS = [
         reads="store",
     ),
     Loader(
-        name="ours-of-hf",
+        name="ours-of-hf-unverified",
         about="`sw.load(verify=False)` without a channel of what the peer saved in safetensors",
         saved_by="hf",
         load=partial(_load_ours_default, verify=False),

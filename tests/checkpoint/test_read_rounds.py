@@ -353,6 +353,32 @@ def test_few_exchanges_come_before_the_first_byte_of_data(
     assert set(sw.simulate(2, run)) == {3}
 
 
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_ranks_share_memory_only_where_one_needs_what_another_one_reads(how: Cut, tmp_path: Path) -> None:
+    """It is slow to take, page by page."""
+    save_large(tmp_path, "rows")
+    expected = shares(how, 2)
+
+    def run(channel: Channel) -> list[int]:
+        shared: list[int] = []
+
+        class Counted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(channel, name)
+
+            def share(self, num_bytes: int) -> Any:
+                shared.append(num_bytes)
+                return channel.share(num_bytes)
+
+        counted: Any = Counted()
+        target = {piece: torch.zeros_like(tensor) for piece, tensor in expected[channel.rank].items()}
+        sw.load(tmp_path, target, channel=counted)
+        assert all(torch.equal(target[piece], tensor) for piece, tensor in expected[channel.rank].items())
+        return shared
+
+    assert all(bool(shared) == (how == "columns") for shared in sw.simulate(2, run))
+
+
 def test_small_tensors_that_all_need_are_read_whole_by_ranks_in_turn(tmp_path: Path) -> None:
     """Parts of them would be copied in three pieces each: a part of a row, rows, and a part of a row."""
     state = {f"w{at}": torch.arange(512.0 * 257).view(257, 512) + at for at in range(80)}
