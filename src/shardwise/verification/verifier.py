@@ -30,7 +30,7 @@ from shardwise.verification.layout_run import (
     RankNotes,
     notes_file,
     run_layout,
-    state_folder,
+    state_before,
     updated_folder,
 )
 from shardwise.verification.one_process import OneProcess, OwnStep
@@ -225,7 +225,7 @@ class _Comparison(OneProcess):
         elif not step:
             # A model that is built differently on the ranks would make every later comparison fail in a less clear
             # place.
-            self._divergence = initial_divergence(self.state(), open_checkpoint(str(state_folder(self.folder, 0))))
+            self._divergence = initial_divergence(self.state(), open_checkpoint(str(state_before(self.folder, 0))))
             self._remarks |= dict.fromkeys(_about_dropout(self.subject.plan, self.model))
         return self._divergence is None
 
