@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import floordiv
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
@@ -31,7 +31,7 @@ from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import KEPT_FILL, needed_casts, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
-from shardwise.space.moves import elements_together, runs_of
+from shardwise.space.moves import elements_together, moves_between, runs_of
 
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, in addition to the batch that is being read."""
@@ -56,7 +56,10 @@ _READ_LIMIT = 1.05
 
 
 _MAPPED_LIMIT = 4
-"""In so many times the bytes that are needed strips are looked for where the kernel has the file."""
+"""In so many times the bytes that are needed strips are looked for where the kernel has the file.
+
+Of one tensor in LARGE_WINDOW_BYTES at a time.
+"""
 
 
 Stretch = tuple[int, int, int]
@@ -330,18 +333,31 @@ class ExactMoves:
         """What all targets take. Raises KeyError when a wanted tensor is not stored."""
         found = []
         for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
-            piece = stored[ordinal]
-            itemsize = itemsize_bytes(piece.piece.dtype)
-            num_elements = [move.num_elements for move in moved]
-            num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
-            num_bytes = sum(num_elements) * itemsize
-            taken = None
-            # Files of other formats need not align their tensors.
-            if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not piece.start % itemsize:
-                taken = extent(moved)
-                taken = taken if taken.num_elements * itemsize <= _MAPPED_LIMIT * num_bytes else None
-            found.append(cls(piece, targets[index], moved, num_bytes, num_ranges, taken))
+            whole = cls._of(stored[ordinal], targets[index], moved)
+            # What is looked at in memory is in memory, and a process that wants to write to it waits.
+            room = LARGE_WINDOW_BYTES // (_MAPPED_LIMIT * itemsize_bytes(whole.stored.piece.dtype))
+            num_elements = sum(move.num_elements for move in moved)
+            starts = range(0, num_elements, room) if whole.taken is not None else ()
+            if len(starts) < 2:
+                found.append(whole)
+                continue
+            for start in starts:
+                part = moves_between(moved, start, min(start + room, num_elements))
+                found.append(cls._of(whole.stored, whole.target, list(part)))
         return found
+
+    @classmethod
+    def _of(cls, stored: StoredPiece, target: ReadTarget, moved: list[Move]) -> Self:
+        itemsize = itemsize_bytes(stored.piece.dtype)
+        num_elements = [move.num_elements for move in moved]
+        num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
+        num_bytes = sum(num_elements) * itemsize
+        taken = None
+        # Files of other formats need not align their tensors.
+        if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not stored.start % itemsize:
+            taken = extent(moved)
+            taken = taken if taken.num_elements * itemsize <= _MAPPED_LIMIT * num_bytes else None
+        return cls(stored, target, moved, num_bytes, num_ranges, taken)
 
     @property
     def place(self) -> tuple[str, int, int]:
