@@ -90,7 +90,22 @@ def test_data_and_lists_of_microbatches_are_those_of_all_data_ranks_in_order(pro
     assert len(report.steps) == 2
 
 
-def test_rows_in_another_order_are_named_and_so_is_an_end_before_the_others() -> None:
+@pytest.mark.parametrize(("one_process", "layout"), [(1, 2), (2, 1)])
+def test_an_end_before_the_others_is_a_divergence(one_process: int, layout: int) -> None:
+    def short(parallelize: Parallelize) -> None:
+        engine = engine_of(parallelize)
+        for batch in batches(one_process if is_one_process() else layout, 8):
+            engine.step(share_of(engine, batch))
+
+    report = sw.verify_program(short, plan(pp=2))
+    assert report.verdict == "diverges"
+    found = report.divergence
+    assert found is not None
+    assert (found.tensor, found.step, len(report.steps)) == ("updates", 1, 1)
+    assert (found.one_process, found.layout) == (str(one_process), str(layout))
+
+
+def test_rows_in_another_order_are_named() -> None:
     def striped(parallelize: Parallelize) -> None:
         engine = engine_of(parallelize)
         mesh = engine.plan.mesh
@@ -102,16 +117,6 @@ def test_rows_in_another_order_are_named_and_so_is_an_end_before_the_others() ->
     assert found is not None
     assert (found.kind, found.tensor, found.step, found.microbatch, found.rank) == ("batch", "microbatch", 0, 0, 0)
     assert "The first data rank has to train on the first rows" in found.text()
-
-    def short(parallelize: Parallelize) -> None:
-        engine = engine_of(parallelize)
-        for batch in batches(1 if is_one_process() else 2, 8):
-            engine.step(share_of(engine, batch))
-
-    report = sw.verify_program(short, plan(pp=2))
-    assert report.verdict == "diverges"
-    assert report.divergence is not None
-    assert (report.divergence.tensor, report.divergence.one_process, report.divergence.layout) == ("updates", "1", "2")
 
 
 @pytest.mark.parametrize("as_arrays", [False, True])
@@ -142,8 +147,8 @@ def test_on_a_device_microbatches_lie_in_memory_as_on_their_ranks(fake: str, as_
     assert sorted(offsets[False]) == [0, 0, 10, 10]
 
 
-def asked_of(program: Any, layout: Any = None) -> None:
-    sw.verify_program(program, plan(dp_shard=2) if layout is None else layout)
+def asked_of(program: Any, layout: Any = None, **asked: int) -> None:
+    sw.verify_program(program, plan(dp_shard=2) if layout is None else layout, **asked)
 
 
 def twice(parallelize: Parallelize) -> None:
@@ -160,6 +165,7 @@ REFUSED = Refusals(
     {
         "no program": lambda: asked_of(3),
         "no plan": lambda: asked_of(long_loop, {"tp": 2}),
+        "no steps": lambda: asked_of(long_loop, steps=0),
         "no update": lambda: asked_of(engine_of),
         "no engine": lambda: asked_of(lambda parallelize: None),
         "two engines": lambda: asked_of(twice),

@@ -78,7 +78,7 @@ class OneProcess(WatchedProgram):
         begins: Callable[["OneProcess"], bool],
         compares: Callable[["OneProcess", OwnStep], bool],
     ) -> None:
-        """folder: of what the ranks left. begins, compares: asked before the first update and after each to go on."""
+        """folder: of what the ranks left. begins, compares: asked before and after each update whether to go on."""
         super().__init__(subject, subject.one_process_plan, alone(device))
         self._folder, self._begins, self._compares = folder, begins, compares
         self._terms: dict[str, Terms] = {}
@@ -116,7 +116,7 @@ class OneProcess(WatchedProgram):
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Take over the state of the layout."""
-        if not self.num_updates and not self._begins(self):
+        if not self._begins(self):
             raise Enough
         # A checkpoint of any layout loads into one process: masters, buffers and what the optimizer keeps.
         load(str(state_folder(self._folder, self.num_updates)), self.engine, channel=self.channel)

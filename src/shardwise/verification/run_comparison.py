@@ -351,9 +351,9 @@ def initial_divergence(own: Mapping[str, torch.Tensor], layout: Catalogue) -> Di
 
 
 def missing_update(ours: int, theirs: int) -> Divergence:
-    """One process ends before the layout."""
+    """One process and the layout end after other numbers of updates."""
     found = _unlike(f"{ours}", f"{theirs}")
-    return _divergence_at(ours, "number of", "updates", found, (), module="")
+    return _divergence_at(min(ours, theirs), "number of", "updates", found, (), module="")
 
 
 def _divergence_at(

@@ -22,7 +22,7 @@ from shardwise.comm import Channel, simulate
 from shardwise.comm.agreement import understood
 from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers.known import OptimizerFunction
-from shardwise.errors import OptimizerError
+from shardwise.errors import ConfigError, OptimizerError
 from shardwise.plan import Plan
 from shardwise.verification.error_model import ErrorModel
 from shardwise.verification.layout_run import (
@@ -59,9 +59,11 @@ def verify_program(
     steps: updates to compare at most. The program is left after them, by an exception that is no Exception.
     channel, folder, timeout_seconds: as for `verify`.
 
-    Raises what the program raises, BatchError for rows that make no equal microbatches, and ModelError for a program
-    that makes no update or a second engine.
+    Raises what the program raises, ConfigError for no steps, BatchError for rows that make no equal microbatches, and
+    ModelError for a program that makes no update or a second engine.
     """
+    if steps < 1:
+        raise ConfigError(f"steps = {steps}: no update would be compared; give 1 or more")
     return _verify_on(channel, Subject(program=program, plan=plan, num_updates=steps), folder, timeout_seconds)
 
 
@@ -200,10 +202,14 @@ def compare_with_one_process(
     """Updates that say nothing of the numbers that the layout computes."""
 
     def begins(own: OneProcess) -> bool:
-        # A model that is built differently on the ranks would make every later comparison fail in a less clear place.
         nonlocal divergence
-        divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
-        remarks.update(dict.fromkeys(_about_dropout(subject.plan, own.model)))
+        if not own.num_updates:
+            # A model that is built differently on the ranks would make every later comparison fail in a less clear
+            # place.
+            divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
+            remarks.update(dict.fromkeys(_about_dropout(subject.plan, own.model)))
+        elif own.num_updates == num_updates:  # the ranks ended here
+            divergence = missing_update(num_updates + 1, num_updates)
         return divergence is None
 
     def compares(own: OneProcess, repeated: OwnStep) -> bool:
@@ -225,7 +231,7 @@ def compare_with_one_process(
         if repeated.report.skipped or not math.isfinite(repeated.report.loss):
             unknown.append(step)
         after_step()
-        return divergence is None and len(steps) < num_updates
+        return divergence is None
 
     with _threads(RankNotes.read(notes_file(folder, 0, 0)).num_threads):
         OneProcess(subject, folder, device, begins=begins, compares=compares).run()
