@@ -570,11 +570,14 @@ def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -
 
     And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    near = [each for each in wanted if each.taken is not None]
-    if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
-        near = []
-    num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)
-    num_bytes = sum(each.num_bytes for each in wanted)
+    num_ranges = num_bytes = 0
+    for each in wanted:
+        num_ranges += each.num_ranges
+        num_bytes += each.num_bytes
+    if files is not None:
+        near = [each for each in wanted if each.taken is not None]
+        if all(_can_map(files, name) for name in {each.stored.file for each in near}):
+            num_ranges -= sum(each.num_ranges for each in near)
     many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
     return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
 

@@ -32,7 +32,7 @@ _SILENT_SECONDS = 60.0
 class RunMark:
     """`run.json` of a run that begins; `end` completes it."""
 
-    def __init__(self, folder: Path, *, steps: int, num_ranks: int, rows: str = "tokens") -> None:
+    def __init__(self, folder: Path, *, steps: int | None, num_ranks: int, rows: str = "tokens") -> None:
         """rows: what the run reads so many of per second."""
         self._path = folder / _MARK
         self._values: dict[str, Any] = {
