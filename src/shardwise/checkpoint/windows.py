@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import floordiv
 from typing import Protocol, Self, TypeAlias
 
 import torch
@@ -334,14 +333,16 @@ class ExactMoves:
         found = []
         for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
             whole = cls._of(stored[ordinal], targets[index], moved)
+            if whole.taken is None:
+                found.append(whole)
+                continue
             # What is looked at in memory is in memory, and a process that wants to write to it waits.
             room = LARGE_WINDOW_BYTES // (_MAPPED_LIMIT * itemsize_bytes(whole.stored.piece.dtype))
             num_elements = sum(move.num_elements for move in moved)
-            starts = range(0, num_elements, room) if whole.taken is not None else ()
-            if len(starts) < 2:
+            if num_elements <= room:
                 found.append(whole)
                 continue
-            for start in starts:
+            for start in range(0, num_elements, room):
                 part = moves_between(moved, start, min(start + room, num_elements))
                 found.append(cls._of(whole.stored, whole.target, list(part)))
         return found
@@ -349,9 +350,11 @@ class ExactMoves:
     @classmethod
     def _of(cls, stored: StoredPiece, target: ReadTarget, moved: list[Move]) -> Self:
         itemsize = itemsize_bytes(stored.piece.dtype)
-        num_elements = [move.num_elements for move in moved]
-        num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
-        num_bytes = sum(num_elements) * itemsize
+        num_ranges = num_bytes = 0
+        for move in moved:
+            num_elements = move.num_elements
+            num_ranges += num_elements // elements_together(move)
+            num_bytes += num_elements * itemsize
         taken = None
         # Files of other formats need not align their tensors.
         if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not stored.start % itemsize:
@@ -498,7 +501,9 @@ class PieceReader:
         """
         self.contents = contents
         self._files = files
-        self._buffer = window or GrowingBuffer(WINDOW_BYTES if contents.stored is contents else LARGE_WINDOW_BYTES)
+        self._in_files = contents.stored.tensors
+        self._is_stored = contents.stored is contents
+        self._buffer = window or GrowingBuffer(WINDOW_BYTES if self._is_stored else LARGE_WINDOW_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call.
@@ -516,7 +521,7 @@ class PieceReader:
             for pad in paddings:
                 pad()
         # Without a rewrite each piece is one target already.
-        targets = targets if self.contents.stored is self.contents else joined(targets)
+        targets = targets if self._is_stored else joined(targets)
         # Scales before the elements that are multiplied by them.
         if scales := targets_of_scales(targets):
             self._fill(scales)
@@ -562,7 +567,7 @@ class PieceReader:
                         targets[index].fill(moves, parts_of(elements, moves))
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
-        return self.contents.stored.tensors[name].pieces
+        return self._in_files[name].pieces
 
 
 def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -> tuple[bool, int]:
