@@ -12,10 +12,8 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import floordiv
 from typing import Protocol
 
 import torch
@@ -25,7 +23,7 @@ from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.stores import Reader, mapped, refusals
+from shardwise.checkpoint.stores import mapped, refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import fill, part_of, parts_of, put
@@ -306,9 +304,11 @@ class ExactMoves:
         for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
             piece = stored[ordinal]
             itemsize = itemsize_bytes(piece.piece.dtype)
-            num_elements = [move.num_elements for move in moved]
-            num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
-            num_bytes = sum(num_elements) * itemsize
+            num_bytes = num_ranges = 0
+            for move in moved:
+                num_elements = move.num_elements
+                num_bytes += num_elements * itemsize
+                num_ranges += num_elements // elements_together(move)
             taken = None
             # Files of other formats need not align their tensors.
             if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not piece.start % itemsize:
@@ -343,11 +343,17 @@ def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: Passin
     others: list[ExactMoves] = []
     near: list[ExactMoves] = []
     for each in wanted:
-        (others if each.taken is None or files.num_ahead else near).append(each)
+        # Digests are of stretches that are read, and at a distance nothing is mapped.
+        is_read = each.taken is None or digests is not None or files.num_ahead
+        (others if is_read else near).append(each)
     read_bytes = 0
     for group in _mapped_together(near):
         (name, start, _), stop = group[0].place, max(each.place[2] for each in group)
-        with _opened(files, name) as reader, mapped(reader, start, stop - start) as memory:
+        with (
+            refusals(f"{files.store.location}/{name} cannot be read"),
+            files.opened(name) as reader,
+            mapped(reader, start, stop - start) as memory,
+        ):
             if memory is None:
                 others += group
                 continue
@@ -400,7 +406,8 @@ class _ExactRead:
         dtype = self.stored.piece.dtype
         memory = self.target.memory(dtype) if self.is_straight else None
         found = []
-        with _opened(files, self.stored.file) as reader:
+        name = self.stored.file
+        with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
             for first, run in self.runs:
                 if memory is None:
                     elements = torch.empty(run.num_elements, dtype=torch_dtype(dtype))
@@ -410,13 +417,6 @@ class _ExactRead:
                 reader.read_into(bytes_of(elements.view(torch.uint8)), start)
                 found.append(elements)
         return self, found
-
-
-@contextmanager
-def _opened(files: DataFiles, name: str) -> Iterator[Reader]:
-    """A file that is read from. Raises CheckpointError, naming it, for what cannot be read."""
-    with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
-        yield reader
 
 
 def _exact_reads(wanted: Iterable[ExactMoves]) -> Iterator[_ExactRead]:
@@ -551,11 +551,13 @@ def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -
 
     And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    near = [each for each in wanted if each.taken is not None]
-    if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
-        near = []
-    num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)
-    num_bytes = sum(each.num_bytes for each in wanted)
+    are_mapped = files is not None and all(
+        _can_map(files, name) for name in {each.stored.file for each in wanted if each.taken is not None}
+    )
+    num_ranges = num_bytes = 0
+    for each in wanted:
+        num_bytes += each.num_bytes
+        num_ranges += 0 if are_mapped and each.taken is not None else each.num_ranges
     many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
     return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
 
