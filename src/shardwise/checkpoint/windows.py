@@ -12,7 +12,6 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, Self, TypeAlias
@@ -23,7 +22,7 @@ from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTe
 from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.stores import Reader, mapped, refusals
+from shardwise.checkpoint.stores import mapped, refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import fill, part_of, parts_of, put
@@ -389,10 +388,16 @@ def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves]) -> None:
     others: list[ExactMoves] = []
     near: list[ExactMoves] = []
     for each in wanted:
-        (others if each.taken is None or files.num_ahead else near).append(each)
+        # Digests are of stretches that are read, and at a distance nothing is mapped.
+        is_read = each.taken is None or files.digests is not None or files.num_ahead
+        (others if is_read else near).append(each)
     for group in _mapped_together(near):
         (name, start, _), stop = group[0].place, max(each.place[2] for each in group)
-        with _opened(files, name) as reader, mapped(reader, start, stop - start) as memory:
+        with (
+            refusals(f"{files.store.location}/{name} cannot be read"),
+            files.opened(name) as reader,
+            mapped(reader, start, stop - start) as memory,
+        ):
             if memory is None:
                 others += group
                 continue
@@ -444,7 +449,8 @@ class _ExactRead:
         dtype = self.stored.piece.dtype
         memory = self.target.memory(dtype) if self.is_straight else None
         found = []
-        with _opened(files, self.stored.file) as reader:
+        name = self.stored.file
+        with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
             for first, run in self.runs:
                 if memory is None:
                     elements = torch.empty(run.num_elements, dtype=torch_dtype(dtype))
@@ -454,13 +460,6 @@ class _ExactRead:
                 reader.read_into(bytes_of(elements.view(torch.uint8)), start)
                 found.append(elements)
         return self, found
-
-
-@contextmanager
-def _opened(files: DataFiles, name: str) -> Iterator[Reader]:
-    """A file that is read from. Raises CheckpointError, naming it, for what cannot be read."""
-    with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
-        yield reader
 
 
 def _exact_reads(wanted: Iterable[ExactMoves]) -> Iterator[_ExactRead]:
