@@ -19,26 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "again"
 
-WHAT = [
-    "accelerate",
-    "checkpoint/test_background.py",
-    "checkpoint/test_crashes.py",
-    "cli",
-    "comm",
-    "contracts",
-    "fake_device",
-    "forks",
-    "hf",
-    "keepers",
-    "lightning",
-    "moving",
-    "processes",
-    "test_launchers.py",
-    "testing",
-    "train/test_preemption.py",
-    "trainers",
-]
-"""Files and folders below tests/ whose tests start processes, wait for something, or break something."""
+_TELLS = re.compile(
+    r"\b(subprocess|multiprocessing|os\.fork|fake_device|threading|time\.sleep|signal\.|SIG[A-Z]+|timeout_seconds|on_threads|"
+    r"sw\.launch|launched|torchrun|pool|processes)\b"
+)
+"""What a file of tests names that start processes or threads, wait for something, or break something."""
 
 _LAST_LINE = re.compile(r"^=* ?(\d+ (?:passed|failed).*?) ?=*$", re.MULTILINE)
 
@@ -53,6 +38,12 @@ def busy_processes(number: int) -> Iterator[None]:
         for each in started:
             each.kill()
             each.wait()
+
+
+def chosen_files() -> list[str]:
+    """The files that are run, relative to the root."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(each.relative_to(ROOT)) for each in files if _TELLS.search(each.read_text(encoding="utf-8"))]
 
 
 def main() -> None:
@@ -71,7 +62,7 @@ def main() -> None:
             command += ["--timeout", "600", "-o", "faulthandler_timeout=900"]
             with output.open("w", encoding="utf-8") as file:
                 code = subprocess.run(
-                    [*command, "-m", "not stress", *(f"tests/{each}" for each in WHAT)],
+                    [*command, "-m", "not stress", *chosen_files()],
                     cwd=ROOT,
                     stdout=file,
                     stderr=subprocess.STDOUT,

@@ -123,6 +123,10 @@ def takes_batches_of_all_kinds(model: Net, of_users: LossOfUsers) -> dict[str, f
     return {**losses, **report.metrics}
 
 
+def own_loop(parallelize: Callable[..., sw.Engine[Net]]) -> None:
+    parallelize(Net(), optimizer=adamw, loss=of_dicts).step({"rows": torch.ones(2, 4)})
+
+
 def runs_ranks() -> None:
     assert_type(sw.simulate(2, trains), list[list[float]])
     assert_type(sw.simulate(2, lambda channel: channel.rank), list[int])
@@ -131,6 +135,7 @@ def runs_ranks() -> None:
     assert_type(
         sw.verify(Net, PLAN, [{"rows": torch.ones(2, 4)}], optimizer=adamw, loss=of_dicts).verdict == "equal", bool
     )
+    assert_type(sw.verify_program(own_loop, PLAN, steps=1).verdict == "equal", bool)
 
 
 class Counted:
@@ -192,6 +197,7 @@ def refuses_losses(model: Net, loss: dict[str, torch.Tensor]) -> None:
     sw.parallelize(model, PLAN, optimizer=adamw, loss=loss["loss"])  # type: ignore[arg-type]
     sw.parallelize(model, PLAN, optimizer=adamw, loss_weight=lambda batch: "rows")  # type: ignore[arg-type, return-value]
     sw.verify(Net, PLAN, [], optimizer=adamw, loss=loss)  # type: ignore[arg-type]
+    sw.verify_program(PLAN, PLAN)  # type: ignore[arg-type]
 
 
 def refuses_models_and_optimizers(model: Net) -> None:

@@ -30,7 +30,7 @@ def main() -> None:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=arguments.folder) as name:
         cells_of_kinds = [
-            replace(cell, kind=kind)
+            replace(cell, kind=kind, times_saves=not arguments.loads)
             for kind in arguments.tensors
             for cell in plan(arguments.mib or [256, 1024], arguments.ranks or [1, 2, 4], arguments.rounds)
         ]
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=_numbers, help="numbers of ranks, comma-separated (default 1,2,4)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all sides in turns (default 5)")
+    parser.add_argument("--loads", action="store_true", help="time loads alone: each side saves once")
     parser.add_argument("--alone", action="store_true", help="with --mib or --ranks: planning and tiny tensors as well")
     parser.add_argument("--folder", help="where to save (default: the folder for temporary files)")
     parser.add_argument(

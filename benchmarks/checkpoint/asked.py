@@ -1,13 +1,14 @@
 """The numbers that were asked for, and whether a measurement meets them."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.checkpoint import jobs
 from benchmarks.checkpoint.alone import CONTENTS, PLANNING
 from benchmarks.checkpoint.asynchronous import FIRST, JOB
 from benchmarks.checkpoint.outcome import Outcome
+from benchmarks.checkpoint.states import Kind
 
 __all__ = ["Bound", "Finding", "findings"]
 
@@ -55,6 +56,8 @@ SAVE = Bound(limit=1.5, at_least=True)
 FLOOR = Bound(limit=1.25)
 SAME = Bound(limit=1.0, at_least=True)
 RESHARDED = Bound(limit=2.0, at_least=True)
+NO_SLOWER = Bound(limit=1.0)
+MAPPED = Bound(limit=1.2)
 READ = Bound(limit=1.05)
 LOAD_PEAK = Bound(limit=64, unit=" MiB")
 SAVE_PEAK = Bound(limit=BUFFERS, unit=" MiB")
@@ -71,18 +74,23 @@ def findings(outcome: Outcome) -> list[Finding]:
 
 def _times(outcome: Outcome) -> Iterator[Finding]:
     for job, seconds in outcome.seconds.items():
-        for ours, against, bound in _pairs(job):
+        for ours, against, bound in [*_pairs(job), *_by_default(job, outcome.cell.kind)]:
             if {ours, against} <= seconds.keys():
                 rounds = zip(seconds[ours], seconds[against], strict=True)
-                if bound.at_least:
-                    what, values = f"{job}: {against} / {ours}", [its / mine for mine, its in rounds]
-                else:
-                    what, values = f"{job}: {ours} / {against}", [mine / its for mine, its in rounds]
-                yield Finding(what=what, bound=bound, values=values)
+                yield _ratio(job, ours, against, bound, rounds)
+                if job.startswith("load ") and {ours, against} <= (used := outcome.processor.get(job, {})).keys():
+                    rounds = zip(used[ours], used[against], strict=True)
+                    yield _ratio(f"{job}, processor", ours, against, bound, rounds)
         if job == PLANNING:
             yield Finding(what=job, bound=PLAN, values=seconds["ours"])
         if job == CONTENTS:
             yield Finding(what=job, bound=TOLD, values=seconds["ours"])
+
+
+def _ratio(job: str, ours: str, against: str, bound: Bound, rounds: Iterable[tuple[float, float]]) -> Finding:
+    if bound.at_least:
+        return Finding(what=f"{job}: {against} / {ours}", bound=bound, values=[its / mine for mine, its in rounds])
+    return Finding(what=f"{job}: {ours} / {against}", bound=bound, values=[mine / its for mine, its in rounds])
 
 
 def _pairs(job: str) -> list[tuple[str, str, Bound]]:
@@ -95,7 +103,7 @@ def _pairs(job: str) -> list[tuple[str, str, Bound]]:
             ("ours-slices", "plain", FLOOR),
         ]
     if job == jobs.ROWS:
-        return [("ours", "dcp", SAME), ("ours-default", "dcp", SAME)]
+        return [("ours", "dcp", SAME)]
     if job == jobs.SLICES:
         return [("ours-slices", "dcp-flat", SAME)]
     if job == JOB:
@@ -104,7 +112,24 @@ def _pairs(job: str) -> list[tuple[str, str, Bound]]:
         return [("ours", "copy to new memory", BLOCKING)]
     if job.startswith("load slices"):
         return [("ours-slices", peer, RESHARDED) for peer in ("dcp", "dcp-flat-cut", "dcp-flat")]
-    return [(side, "dcp", RESHARDED) for side in ("ours", "ours-default")] if job.startswith("load rows") else []
+    return [("ours", "dcp", RESHARDED)] if job.startswith("load rows") else []
+
+
+def _by_default(job: str, kind: Kind) -> list[tuple[str, str, Bound]]:
+    """Of calls without a channel, verified and not: how much faster than the peer they are to be."""
+    if not job.startswith("load "):
+        return []
+    verified, unverified = (1.4, 2.0) if job.startswith("load rows,") else (1.2, 1.6 if job == jobs.ROWS else 1.4)
+    if kind == "blocks":
+        verified = unverified = 1.5
+    rows = [("default", verified), ("default-unverified", unverified)]
+    found = [
+        (f"{ours}-{name}", "dcp", Bound(limit=limit, at_least=True))
+        for ours in ("ours", "ours-slices")
+        for name, limit in rows
+    ]
+    found += [(f"{ours}-default-unverified", f"{ours}-default", NO_SLOWER) for ours in ("ours", "ours-slices")]
+    return [*found, ("ours-of-hf-unverified", "hf", MAPPED)]
 
 
 def _reads(outcome: Outcome) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ def measure(bench: Bench, state: Held) -> None:
     num_bytes = states.local_bytes(state)
     source = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.zeros(num_bytes, dtype=torch.uint8)
-    bench.outcome.seconds[FIRST] = _first(bench, state, source)
+    _first(bench, state, source)
     saver = AsyncSaver(bench.folder / "async", channel=bench.world.channel)
     saver.save(state)  # the first of this saver makes its snapshot; after it, memory is warm as that of the copy
     saver.wait()
@@ -47,13 +47,13 @@ def measure(bench: Bench, state: Held) -> None:
         "copy": partial(target.copy_, source),
         "dcp": lambda: begun.append(peers.begin_save_dcp(scratch, state, group)),
     }
-    bench.outcome.seconds[JOB] = bench.in_turns(turns, between=settle)
+    bench.in_turns(JOB, turns, between=settle)
     settle("")
     saver.close()
     bench.empty(bench.folder / "async")
 
 
-def _first(bench: Bench, state: Held, source: torch.Tensor) -> dict[str, list[float]]:
+def _first(bench: Bench, state: Held, source: torch.Tensor) -> None:
     """The first save of a new saver, with its peak memory, against a copy into new memory."""
     folder = bench.folder / "async"
     savers: list[AsyncSaver] = []
@@ -73,6 +73,5 @@ def _first(bench: Bench, state: Held, source: torch.Tensor) -> dict[str, list[fl
 
     close("")
     bench.peak(JOB, "ours", whole, known_bytes=states.local_bytes(state))
-    seconds = bench.in_turns({"ours": begin, "copy to new memory": source.clone}, between=close)
+    bench.in_turns(FIRST, {"ours": begin, "copy to new memory": source.clone}, between=close)
     close("")
-    return seconds

@@ -11,9 +11,11 @@ SLICES = "load slices as slices"
 SLICES_AS_ROWS = "load slices as rows"
 SLICES_AS_COLUMNS = "load slices as columns"
 
-_ANYWHERE = ("ours", "ours-default", "ours-unverified", "dcp", "hf", "hf-consolidated")
+_OURS = ("ours", "ours-default", "ours-default-unverified", "ours-unverified", "ours-of-hf-unverified")
+_ANYWHERE = (*_OURS, "dcp", "hf", "hf-consolidated")
 _RANK_BY_RANK = ("plain", "torch.load", "torch_checkpointing")
 _FROM_SLICES = ("ours-slices", "ours-slices-unverified", "dcp-flat-cut")
+_SLICES_BY_DEFAULT = ("ours-slices-default", "ours-slices-default-unverified", "dcp")
 
 Loads = dict[str, Layout]
 """Who loads, and the layout of the target."""
@@ -24,7 +26,11 @@ def jobs_of(cell: Cell) -> dict[str, Loads]:
     slices: Loads = {"ours-slices": "slices", "ours-slices-unverified": "slices", "dcp-flat": "flat"}
     if cell.work == "load what others saved":
         counts = f"{cell.num_savers} to {cell.num_ranks} ranks"
-        return {f"load rows, {counts}": dict.fromkeys(_ANYWHERE, "rows"), f"load slices, {counts}": slices}
+        return {
+            f"load rows, {counts}": dict.fromkeys(_ANYWHERE, "rows"),
+            f"load slices, {counts}": slices,
+            f"load slices as columns, {counts}": dict.fromkeys(_SLICES_BY_DEFAULT, "columns"),
+        }
     jobs: dict[str, Loads] = {
         ROWS: dict.fromkeys((*_ANYWHERE, "ours-whole", *_RANK_BY_RANK), "rows"),
         SLICES: slices,

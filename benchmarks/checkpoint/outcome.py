@@ -23,6 +23,7 @@ class Cell:
     rare: bool
     """Whether sides that are beside the question take part."""
     kind: Kind = "blocks"
+    times_saves: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class Outcome:
     cell: Cell
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """One value per round, of the slowest rank."""
+    processor: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Seconds of a processor per round and rank, of all threads: other programs on the machine hardly change it."""
     reads: dict[str, dict[str, Reads]] = field(default_factory=dict)
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     """Sampled bytes above what was there before, of the rank with most; without an asynchronous save's snapshot."""

@@ -43,17 +43,25 @@ def _of_all(value: int) -> list[int]:
     return [int(each) for each in gathered]
 
 
-def timed(turn: Turn) -> float:
-    """Seconds from a common start to the end of the slowest rank; the same number on every rank."""
+Spent: TypeAlias = tuple[float, float]
+"""Seconds from a common start to the end of the slowest rank, and seconds of a processor per rank."""
+
+
+def timed(turn: Turn) -> Spent:
+    """What a turn takes; the same numbers on every rank."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     turn()
-    return most(time.perf_counter() - start)
+    took = torch.tensor([time.perf_counter() - start, time.process_time() - used], dtype=torch.float64)
+    of_all = [torch.zeros_like(took) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, took)
+    seconds, processor = torch.stack(of_all).unbind(1)
+    return seconds.max().item(), processor.mean().item()
 
 
-def in_turns(turns: Mapping[str, Turn], num_rounds: int, *, between: Callable[[str], None]) -> dict[str, list[float]]:
+def in_turns(turns: Mapping[str, Turn], num_rounds: int, *, between: Callable[[str], None]) -> dict[str, list[Spent]]:
     """Time every turn once per round; `between` is called with its name before each, untimed."""
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    spent: dict[str, list[Spent]] = {name: [] for name in turns}
     order = list(turns)
     for index in range(num_rounds):
         # Each round starts with another side, every second one runs backwards: nobody has one neighbour all the time.
@@ -61,8 +69,8 @@ def in_turns(turns: Mapping[str, Turn], num_rounds: int, *, between: Callable[[s
         turned = order[at:] + order[:at]
         for name in turned if index % 2 == 0 else reversed(turned):
             between(name)
-            seconds[name].append(timed(turns[name]))
-    return seconds
+            spent[name].append(timed(turns[name]))
+    return spent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +102,11 @@ class Bench:
             os.sync()
         dist.barrier()
 
-    def in_turns(self, turns: Mapping[str, Turn], *, between: Callable[[str], None]) -> dict[str, list[float]]:
-        """See `in_turns`, with the cell's number of rounds."""
-        return in_turns(turns, self.outcome.cell.num_rounds, between=between)
+    def in_turns(self, job: str, turns: Mapping[str, Turn], *, between: Callable[[str], None]) -> None:
+        """See `in_turns`, with the cell's number of rounds; note what it took."""
+        spent = in_turns(turns, self.outcome.cell.num_rounds, between=between)
+        self.outcome.seconds[job] = {name: [seconds for seconds, _ in each] for name, each in spent.items()}
+        self.outcome.processor[job] = {name: [used for _, used in each] for name, each in spent.items()}
 
     def peak(self, job: str, name: str, turn: Turn, *, known_bytes: int = 0) -> None:
         """Do the turn, and note its peak memory without `known_bytes`."""
@@ -109,16 +119,23 @@ class Bench:
 
 
 def save_in_turns(bench: Bench, held: Mapping[Layout, Held]) -> None:
-    """Time all savers; one save of each stays in the folder."""
+    """Time all savers; one save of each stays in the folder. Where no saves are timed, those that are loaded save."""
     cell = bench.outcome.cell
-    savers = [each for each in SAVERS.values() if cell.rare or not each.rare]
+    loaded = {LOADERS[name].saved_by for loads in jobs_of(cell).values() for name in loads if name in LOADERS}
+    savers = [
+        each for each in SAVERS.values() if (cell.rare or not each.rare) and (cell.times_saves or each.name in loaded)
+    ]
     for saver in savers:
         path = bench.folder / saver.name
         bench.empty(path)
         bench.peak("save", saver.name, partial(saver.save, bench.world, path, held[saver.layout]))
+    if not cell.times_saves:
+        bench.outcome.peaks.clear()
+        bench.outcome.kernel_peaks.clear()
+        return
     scratch = bench.folder / "round"
     turns = {saver.name: partial(saver.save, bench.world, scratch, held[saver.layout]) for saver in savers}
-    bench.outcome.seconds["save"] = bench.in_turns(turns, between=lambda name: bench.empty(scratch))
+    bench.in_turns("save", turns, between=lambda name: bench.empty(scratch))
     bench.empty(scratch)
 
 
@@ -137,7 +154,7 @@ def load_in_turns(
         _prove(bench, job, loader, target[layout], expected[layout])
         turns[loader.name] = partial(loader.load, bench.world, bench.folder / loader.saved_by, target[layout])
         bench.peak(job, loader.name, turns[loader.name])
-    bench.outcome.seconds[job] = bench.in_turns(turns, between=lambda name: None)
+    bench.in_turns(job, turns, between=lambda name: None)
 
 
 def _prove(bench: Bench, job: str, loader: Loader, target: Held, expected: Held) -> None:
@@ -177,7 +194,8 @@ def measure_cell(cell: Cell, folder: Path, world: World) -> Outcome:
     expected = bench.held(layouts | ({"rows", "flat"} if saves else set()))
     if saves:
         save_in_turns(bench, expected)
-        asynchronous.measure(bench, expected["rows"])
+        if cell.times_saves:
+            asynchronous.measure(bench, expected["rows"])
     for job, loaders in jobs.items():
         # A target of its own for each job: two states in memory, not one for each layout.
         target = bench.held(set(loaders.values()))

@@ -59,8 +59,8 @@ def _save_ours_default(world: World, path: Path, state: Held) -> None:
     sw.save(path, state)
 
 
-def _load_ours_default(world: World, path: Path | Store, state: Held) -> None:
-    sw.load(path, state)
+def _load_ours_default(world: World, path: Path | Store, state: Held, *, verify: bool = True) -> None:
+    sw.load(path, state, verify=verify)
 
 
 def _file(world: World, path: Path) -> Path:
@@ -158,6 +158,20 @@ _LOADERS = [
         reads="store",
     ),
     Loader(
+        name="ours-default-unverified",
+        about="`sw.load(verify=False)` without a channel",
+        saved_by="ours",
+        load=partial(_load_ours_default, verify=False),
+        reads="store",
+    ),
+    Loader(
+        name="ours-of-hf-unverified",
+        about="`sw.load(verify=False)` without a channel of what the peer saved in safetensors",
+        saved_by="hf",
+        load=partial(_load_ours_default, verify=False),
+        reads="store",
+    ),
+    Loader(
         name="ours-unverified",
         about="`sw.load(verify=False)`",
         saved_by="ours",
@@ -176,6 +190,20 @@ _LOADERS = [
         about="`sw.load(verify=False)` of saved runs",
         saved_by="ours-slices",
         load=partial(_load_ours, verify=False),
+        reads="store",
+    ),
+    Loader(
+        name="ours-slices-default",
+        about="`sw.load` of saved runs without a channel, verified",
+        saved_by="ours-slices",
+        load=_load_ours_default,
+        reads="store",
+    ),
+    Loader(
+        name="ours-slices-default-unverified",
+        about="`sw.load(verify=False)` of saved runs without a channel",
+        saved_by="ours-slices",
+        load=partial(_load_ours_default, verify=False),
         reads="store",
     ),
     Loader(

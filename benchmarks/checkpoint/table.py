@@ -40,6 +40,7 @@ def full_table(outcomes: Sequence[Outcome]) -> str:
         "job",
         "side",
         "ms",
+        "processor ms",
         "its / ours",
         "min - max",
         "read / needed",
@@ -61,6 +62,7 @@ def _job_rows(outcome: Outcome, job: str) -> Iterable[Row]:
             job,
             name,
             f"{1e3 * statistics.median(seconds):.1f}",
+            _milliseconds(outcome.processor, job, name),
             f"{statistics.median(ratios):.2f}",
             f"{min(ratios):.2f} - {max(ratios):.2f}",
             "" if reads is None else f"{sum(reads.read) / sum(reads.needed):.3f}",
@@ -75,20 +77,26 @@ def _cell(outcome: Outcome) -> tuple[str, str]:
     return (f"{cell.num_bytes / MEBIBYTE:.0f} MiB, {cell.kind}" if cell.num_bytes else "10,000 tensors", ranks)
 
 
+def _milliseconds(processor: dict[str, dict[str, list[float]]], job: str, name: str) -> str:
+    return f"{1e3 * statistics.median(processor[job][name]):.1f}" if name in processor.get(job, {}) else ""
+
+
 def _mebibytes(peaks: dict[str, dict[str, int]], job: str, name: str) -> str:
     return f"{peaks[job][name] / MEBIBYTE:.1f}" if name in peaks.get(job, {}) else ""
 
 
 NOTES = """\
 All sides take turns in every round, each round starting with another one; a time is that of the slowest rank from a
-common start. Ratios are medians over rounds of the ratio within a round. Before a save the folder is emptied and the
-disk has written everything (`sync`). Files to be loaded have been read once before: they are in the page cache. Every
-loader has been proven once, bit by bit, before it is timed. Every process has allocated and freed blocks of 28 MiB
-first, as training programs have: glibc then keeps such blocks instead of mapping new ones. float32 only. "blocks": 12
-blocks of 16 tensors and an embedding, each with two moments. "large": matrices of 8 MiB.
+common start, and that of the processor the mean of all ranks, with all their threads. Ratios are medians over rounds of
+the ratio within a round. Before a save the folder is emptied and the disk has written everything (`sync`). Files to be
+loaded have been read once before: they are in the page cache. Every loader has been proven once, bit by bit, before it
+is timed. Every process has allocated and freed blocks of 28 MiB first, as training programs have: glibc then keeps such
+blocks instead of mapping new ones. float32 only. "blocks": 12 blocks of 16 tensors and an embedding, each with two
+moments. "large": matrices of 8 MiB.
 
 Read / needed: bytes read by all ranks by the bytes of their targets, counted at the store for ours (manifest
-included), by the kernel's `rchar` for the others; not known for those that map files. Peak: memory of the process
+included; of files that are mapped, all that lies between the strips that are needed), by the kernel's `rchar` for the
+others; not known for those that map files. Peak: memory of the process
 itself (anonymous and shared) above what was there before, sampled every half millisecond, of the rank with most;
 targets and states are there before. VmHWM: the kernel's own highest mark, with mapped files. Of an asynchronous save,
 the snapshot is taken off both.

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,28 @@ def test_thin_strips_of_a_local_file_are_copied_where_the_kernel_has_them(
     found = sw.simulate(size, run)
     assert found == [(True, sum(tensor.nbytes for tensor in state.values())) for state in expected]
     assert max(read) < 1 << 16, "metadata alone"
+
+
+def test_strips_of_a_large_tensor_are_looked_at_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in memory counts, and who writes to the file would wait until all of a large tensor is copied."""
+    whole = torch.arange(4096 * 4096, dtype=torch.int32).view(4096, 4096)
+    sw.save(tmp_path, {"w": whole})
+    looked_at: list[int] = []
+    plainly = LocalReader.mapped
+
+    def note(reader: LocalReader, start: int, num_bytes: int) -> AbstractContextManager[memoryview | None]:
+        looked_at.append(num_bytes)
+        return plainly(reader, start, num_bytes)
+
+    monkeypatch.setattr(LocalReader, "mapped", note)
+    piece = Piece(name="w", dtype="int32", global_shape=(4096, 4096), offset=(0, 1000), shape=(4096, 1500))
+    target = torch.zeros(piece.shape, dtype=torch.int32)
+    sw.load(tmp_path, {piece: target}, verify=False)
+    assert torch.equal(target, whole[:, 1000:2500])
+    assert sum(looked_at) > 60 << 20
+    assert max(looked_at) <= 32 << 20
 
 
 def test_who_would_read_exactly_reads_blocks_with_those_that_need_strips(tmp_path: Path) -> None:
@@ -351,6 +374,32 @@ def test_few_exchanges_come_before_the_first_byte_of_data(
         return counts[0]
 
     assert set(sw.simulate(2, run)) == {3}
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_ranks_share_memory_only_where_one_needs_what_another_one_reads(how: Cut, tmp_path: Path) -> None:
+    """It is slow to take, page by page."""
+    save_large(tmp_path, "rows")
+    expected = shares(how, 2)
+
+    def run(channel: Channel) -> list[int]:
+        shared: list[int] = []
+
+        class Counted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(channel, name)
+
+            def share(self, num_bytes: int) -> Any:
+                shared.append(num_bytes)
+                return channel.share(num_bytes)
+
+        counted: Any = Counted()
+        target = {piece: torch.zeros_like(tensor) for piece, tensor in expected[channel.rank].items()}
+        sw.load(tmp_path, target, channel=counted)
+        assert all(torch.equal(target[piece], tensor) for piece, tensor in expected[channel.rank].items())
+        return shared
+
+    assert all(bool(shared) == (how == "columns") for shared in sw.simulate(2, run))
 
 
 def test_small_tensors_that_all_need_are_read_whole_by_ranks_in_turn(tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_without_checkpoints_nothing_is_saved_and_it_says_so(tmp_path: Path) -> 
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+def test_a_run_that_saves_in_memory_alone_goes_on_from_there(tmp_path: Path) -> None:
+    words = ["checkpoint.replicas=2"]
+    whole = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'whole'}"))
+    stopped(tmp_path, *words, at=5)
+    resumed = finished(laid_out(tmp_path, *words), resume="auto")
+    assert "goes on from step 4, out of " in resumed.printed
+    assert without_times(resumed.metrics) == without_times(whole.metrics)
+
+
 def test_a_signal_before_the_first_update_ends_the_run_without_one(tmp_path: Path) -> None:
     signals = StopSignals()
     signals.number = int(signal.SIGUSR1)

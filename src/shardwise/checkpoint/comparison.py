@@ -6,18 +6,21 @@
 What differs has its first difference. Equal tensors are not in what is returned.
 """
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.elements import Elements, compare, joined
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.reading import DataFiles
-from shardwise.checkpoint.state_pieces import gather_findings
 from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, Read, part_of_piece, windows
 from shardwise.comm import Channel
+from shardwise.comm.agreement import texts_in, understood_once
 from shardwise.errors import CheckpointError
+from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
@@ -95,8 +98,8 @@ class StoredPairs:
     about: str
     """What does not fit where some are not equal."""
 
-    def findings(self, turn: int = 0, turns: int = 1) -> tuple[list[str], int]:
-        """Findings about what is its turn, one for each first of a pair, and the bytes that were read."""
+    def findings(self, turn: int = 0, turns: int = 1) -> list[str]:
+        """Findings about what is its turn, one for each first of a pair."""
         contents, stored = self.contents, self.contents.stored
         pairs = {
             at: (contents.tensors[one].whole, contents.tensors[other].whole)
@@ -113,8 +116,8 @@ class StoredPairs:
             if missing(each.pieces, each.whole)
         ]
         if lacking:
-            return lacking, 0
-        read, before = PieceReader(self.files, contents).read, self.files.read_bytes
+            return lacking
+        read = PieceReader(self.files, contents).read
         # What has the same first is one finding. Parts of large tensors are shared, and so are many small ones.
         firsts = {one: number for number, one in enumerate(dict.fromkeys(one for one, _ in self.pairs))}
         different = compared(
@@ -123,26 +126,25 @@ class StoredPairs:
         found: dict[str, str] = {}
         for at, elements in different.items():
             found.setdefault(self.pairs[at][0], self.say(at, elements))
-        return list(found.values()), self.files.read_bytes - before
+        return list(found.values())
 
-    def compare(self, channel: Channel, readers: Collection[int]) -> int:
-        """Compare them, the ranks that read in turns; how many bytes this rank has read. All ranks call it together.
+    def compare(self, channel: Channel, readers: Collection[int]) -> None:
+        """Compare them, the ranks that read in turns. All ranks call it together.
 
         Raises CheckpointError, the same on all ranks, with the findings of all.
         """
         if not self.pairs:
-            return 0
+            return
         findings: list[str] = []
-        num_bytes = 0
         if channel.rank in readers:
             try:
                 # All meet below, whether they read or not: a finding of one is an error on all.
-                findings, num_bytes = self.findings(sorted(readers).index(channel.rank), len(readers))
+                findings = self.findings(sorted(readers).index(channel.rank), len(readers))
             except CheckpointError as error:
                 findings = list(error.problems)
-        if findings := gather_findings(channel, findings, purpose=self.purpose):
-            raise CheckpointError(*findings, about=self.about)
-        return num_bytes
+        (texts,) = Gathering(self.purpose).gather(channel, [json.dumps(findings).encode()])
+        if found := dict.fromkeys(chain.from_iterable(understood_once(texts, texts_in, purpose=self.purpose))):
+            raise CheckpointError(*found, about=self.about)
 
 
 def joined_numbers(files: DataFiles, contents: Contents, groups: Iterable[Sequence[str]]) -> StoredPairs:

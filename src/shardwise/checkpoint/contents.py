@@ -101,7 +101,7 @@ class StoredTensor:
 
 
 class Place(NamedTuple):
-    """A piece that has elements of another one under other names, and where they are in the tensor of that one.
+    """A piece with elements of another piece, and where they are in the tensor of that one.
 
     Of a checkpoint that a rewrite renames, it is a stored piece of a wanted one; of a state, a written piece of a held
     one.

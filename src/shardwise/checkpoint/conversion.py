@@ -472,9 +472,7 @@ class Conversion:
             kept = self.files.for_save()
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
-            has_them = (
-                self.contents.format == "shardwise" and kept == self.files.kept
-            )  # its settings or its extra go along
+            has_them = self.contents.format == "shardwise" and kept == self.files.kept
             number = make_save(copying, store, to, {} if has_them else as_extra(kept))
             location = f"{store.location}/{folder_of(number)}".rstrip("/")
             certificate = None

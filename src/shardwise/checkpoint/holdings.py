@@ -26,12 +26,12 @@ from shardwise.checkpoint.rewritten import (
     ranks_along_tp,
     rewritten_held,
 )
-from shardwise.checkpoint.state_pieces import Held, merge_ties
+from shardwise.checkpoint.state_pieces import Held
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, json_as, understood
 from shardwise.comm.local_tensors import bytes_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.piece_exchange import pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name, plain_names
 from shardwise.plan.saved_settings import merge_settings
@@ -137,7 +137,7 @@ class Holdings:
         """
         mine = pack_pieces(own)
         held = unpack_alike(facts.pieces, mine, own)
-        aliases = merge_ties(facts.ties, [held[text] for text in facts.pieces])
+        aliases = _merge_ties(facts.ties, [held[text] for text in facts.pieces])
         first = {text: [each for each in pieces if each.name not in aliases] for text, pieces in held.items()}
         if rewrite is None:
             names = dict.fromkeys(piece.name for pieces in held.values() for piece in pieces)
@@ -206,3 +206,19 @@ def _unequal(groups: Iterable[Sequence[str]], values: Mapping[str, tuple[str, st
         if other := next((each for each in others if values[each][0] != values[one][0]), None):
             findings.append(unequal_numbers(group, (one, values[one][1]), (other, values[other][1])))
     return findings
+
+
+def _merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
+    """The ties that ranks know together. Raises MismatchError where what is one tensor to a rank is two to another."""
+    merged = {alias: name for each in ties for alias, name in each.items()}
+    for rank, (own, held) in enumerate(zip(ties, pieces, strict=True)):
+        # A rank that holds neither of two names says nothing about them. One that holds both apart contradicts the
+        # tie, and so does one that knows the alias under another name.
+        names = {piece.name for piece in held}
+        for alias, name in merged.items():
+            if name in merged or own.get(alias, name) != name or {alias, name} <= names:
+                raise MismatchError(
+                    f"{alias} and {name} are one tensor on some ranks, but rank {rank} has two, or another order. Tie "
+                    "the same tensors on all ranks, and give states in the same order"
+                )
+    return merged

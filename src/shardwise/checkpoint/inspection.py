@@ -334,14 +334,14 @@ def _damage(files: DataFiles, contents: Contents, stored: list[StoredPiece]) -> 
     batches = batches_of(spans, block_bytes=contents.block_bytes, max_bytes=BATCH_BYTES)
     with BatchReader(files, contents, verify=True) as reader:
         for begun in reader.ahead((batch, None) for batch in batches):
-            before = reader.read_bytes
+            before = files.read_bytes
             try:
                 reader.finish(begun)
             except CheckpointError as error:
                 # Goes on: a verification finds all damage, not the first.
                 yield list(error.problems), 0
             else:
-                yield [], reader.read_bytes - before
+                yield [], files.read_bytes - before
 
 
 def _notes(store: Store) -> Iterator[str]:

@@ -231,7 +231,7 @@ _TARGET = "tensors of the target of a rewrite"
 
 
 def _said(state: State, options: _Options, step: int | None, data: SomeData | None) -> tuple[str, bytes]:
-    """What a call of `load` asks for, the same on all ranks, and what a rewrite has to know of this rank's target."""
+    """What a call of `load` asks for, in words, and what a rewrite has to know of this rank's target."""
     words = _in_words(options, step, data)
     if options.rewrite is None:
         return words, b""
@@ -298,8 +298,8 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         ]
         agree_on_rounds(channel, reading, findings, about=f"{contents.location} is not as it was written")
         # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
-        pairs = [joined_numbers(files, contents, contents.effects.joined), twin_pairs(files, contents, found.twins)]
-        compared_bytes = sum([each.compare(channel, readers) for each in pairs])
+        joined_numbers(files, contents, contents.effects.joined).compare(channel, readers)
+        twin_pairs(files, contents, found.twins).compare(channel, readers)
         with torch.no_grad():
             for rounds_of in reading:
                 rounds_of.fill(twice=options.verify == "first")
@@ -311,7 +311,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         step=contents.step,
         verified=verify,
         num_tensors=sum(each.num_tensors for each in rounds),
-        read_bytes=sum(each.read_bytes for each in reading) + compared_bytes,
+        read_bytes=files.read_bytes,
         received_bytes=sum(each.received_bytes for each in reading),
         in_place=reading[-1].in_place,
         missing=tuple(found.missing),
@@ -377,7 +377,7 @@ class _Reads:
 def _located(
     rank: int, source: Source, contents: Contents, held: Held, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> tuple[list[_Reads], list[Callable[[], None]]]:
-    """Where all that ranks want is stored, in the order in which it is read, and what of it this rank has to make."""
+    """What ranks read, in order, and the acts that pad what is in no file."""
 
     def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
         return [contents.places(piece, found.source[piece.name, piece.dtype]) for piece in pieces]

@@ -85,8 +85,7 @@ class Outputs:
         # Only those that are written: an export of the model need not refuse because of optimizer state.
         used = {each for name in self.tensors for each in sources_of(self.checked, name)}
         groups = [group for group in joined if not used.isdisjoint(group)]
-        findings, _ = joined_numbers(DataFiles(store), self.contents, groups).findings()
-        if findings:
+        if findings := joined_numbers(DataFiles(store), self.contents, groups).findings():
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
     def unchanged(self, name: str) -> str | None:

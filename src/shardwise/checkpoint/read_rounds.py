@@ -28,6 +28,7 @@ from shardwise.checkpoint.reading import (
     BatchReader,
     BegunRead,
     DataFiles,
+    GrowingBuffer,
     batches_of,
     buffer_bytes,
     elements_of,
@@ -96,8 +97,6 @@ class ReadRounds:
     """Batches that all ranks read in step, because others need something of them."""
     own: list[list[Batch]]
     """Then batches that no other rank needs, in groups; ranks wait for each other between groups."""
-    read_bytes = 0
-    """Bytes of data files that this rank has read."""
     received_bytes = 0
     """Bytes in messages from other ranks."""
     in_place = False
@@ -129,7 +128,9 @@ class ReadRounds:
         self._is_exact = may_read_exactly
         self._at_once: list[list[StoredSpan]] = []
         self._num_bytes = 0
-        """Bytes of the largest batch of any rank that others may look into."""
+        """Bytes of the largest batch of any rank, which all read in step."""
+        self._hands_on = True
+        """Whether a rank needs something of what another one reads."""
         if may_read_exactly:
             # Without checksums there is no reason to read whole blocks, and nothing has to be sent. Strips of some KiB
             # in files that are not at hand are an exception, because each costs a call: all read blocks then, unless
@@ -168,6 +169,7 @@ class ReadRounds:
         # the others'. The largest number of any rank: the others take part in the last rounds with nothing.
         most = RoundNeeds(*[max(column) for column in zip(*needs, strict=True)])
         self._is_exact = not (most.prefers_blocks and all(each.has_cheap_blocks for each in needs))
+        self._hands_on = most.handed > 0
         # One round for all, or for none: a rank that used its only batch at once would have changed its target when
         # another one finds damage in its second.
         if most.at_once <= 1:
@@ -185,9 +187,10 @@ class ReadRounds:
         """
         if self._is_exact:
             with agreed(self._channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
-                self.read_bytes = fill_exactly(self._files, self._exact)
+                fill_exactly(self._files, self._exact)
             return
-        handover, buffers = self._handover, _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0)
+        handover = self._handover
+        buffers = _Buffers(self._channel, self._num_bytes, self._files.num_ahead > 0, is_shared=self._hands_on)
         number = 0
         with BatchReader(self._files, self._contents, verify=self._verify) as reader:
             # The first time nothing is used: with verify="first" the target is touched only once everything has been
@@ -206,11 +209,14 @@ class ReadRounds:
                     if turn + 1 < len(self.handed):
                         begun = reader.begin(self.handed[turn + 1], buffers.own(number + 1))
                     if not dry:
-                        handover.use(read, by_rank, buffers.of_all(number), is_own_taken=takes_own)
+                        if not takes_own:
+                            handover.take(read)
+                        if self._hands_on:
+                            handover.use(read, by_rank, buffers.of_all(number))
                     number += 1
                 for batches in self.own:
                     self._read_for_itself(reader, batches, dry=dry)
-        self.read_bytes, self.received_bytes = reader.read_bytes, handover.received_bytes
+        self.received_bytes = handover.received_bytes
         self.in_place = buffers.in_place
 
     def _cut(self, spans: Sequence[StoredSpan], max_bytes: int) -> list[list[StoredSpan]]:
@@ -310,16 +316,17 @@ class _Buffers:
     A rank that has agreed on round k knows that all have used up round k - 1, and may write its buffer again.
     """
 
-    def __init__(self, channel: Channel, num_bytes: int, reads_ahead: bool) -> None:
+    def __init__(self, channel: Channel, num_bytes: int, reads_ahead: bool, *, is_shared: bool) -> None:
         # The second half begins where elements may, of any dtype.
         self._num_bytes = num_bytes = aligned(num_bytes)
         self._rank = channel.rank
-        # Two halves: one is read into while slower ranks still take from the other. Alone, or over a network, nobody
-        # looks into it.
-        self._shared = channel.share(2 * num_bytes) if channel.size > 1 and num_bytes else None
+        # Two halves: one is read into while slower ranks still take from the other. Over a network, or where each rank
+        # reads for itself alone, nobody looks into it.
+        self._shared = channel.share(2 * num_bytes) if is_shared and num_bytes else None
         # Without shared memory one half suffices at hand: messages have been packed before the next batch is read.
         self._num_halves = 2 if self._shared is not None or reads_ahead else 1
-        self._alone = torch.empty(0 if self._shared is not None else self._num_halves * num_bytes, dtype=torch.uint8)
+        # Of huge pages, where there are any: each small one is a fault, and those of 16 MiB cost more than the read.
+        self._alone = GrowingBuffer().room(0 if self._shared is not None else self._num_halves * num_bytes)
 
     @property
     def in_place(self) -> bool:
@@ -385,15 +392,9 @@ class _Handover:
         read: Mapping[StoredSpan, torch.Tensor],
         by_rank: Sequence[Sequence[StoredSpan]],
         buffers: Sequence[torch.Tensor] | None,
-        *,
-        is_own_taken: bool,
     ) -> None:
-        """Carry out a round: `read` is what this rank has, `by_rank` the spans that each has in its buffer."""
+        """Take what others have read: `read` is what this rank has, `by_rank` the spans that each has in its buffer."""
         own = self._channel.rank
-        if not is_own_taken:
-            self.take(read)
-        if self._channel.size == 1:
-            return
         if buffers is None:
             self._read = read
             self._mover.run(by_distance(self._deliveries(by_rank), self._channel), num_under_way=1)

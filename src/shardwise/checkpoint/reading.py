@@ -119,7 +119,7 @@ class DataFiles:
         self.store = store
         self.digests = digests
         self.read_bytes = 0
-        """Bytes that readers of pieces have read so far."""
+        """Bytes of elements that were read so far."""
         self.num_ahead = store.parallel_reads if store.parallel_reads > 1 else 0
         """So many requests are begun before what they bring is needed; 0 where they cost no waiting."""
         self._turns_with = turns_with  # its threads end with it
@@ -262,8 +262,6 @@ class BatchReader:
     """Reads batches of spans, and verifies them. Nothing is under way when its context ends."""
 
     def __init__(self, files: DataFiles, contents: Contents, *, verify: bool) -> None:
-        self.read_bytes = 0
-        """Bytes of data files read so far."""
         self._files = files
         self._contents = contents
         self._verify = verify
@@ -321,7 +319,7 @@ class BatchReader:
         # A file that cannot be read is found by each of its parts, and named once.
         if findings := list(dict.fromkeys(chain.from_iterable(found))):
             raise CheckpointError(*findings)
-        self.read_bytes += sum(each.stop - each.start for each in begun.parts)
+        self._files.read_bytes += sum(each.stop - each.start for each in begun.parts)
         spans, in_place = begun.batch
         if in_place is not None:
             return {}

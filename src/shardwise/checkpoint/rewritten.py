@@ -202,23 +202,15 @@ def places_in_outputs(checked: Checked, lists: Iterable[Sequence[Piece]]) -> lis
 
 
 def beside_pieces(checked: Checked) -> dict[Piece, torch.Tensor]:
-    """What every rank holds of outputs: what is in no source, each piece in the memory of one value, and what has no
-    elements.
-    """
-    wholes = {
-        name: Piece(name=name, dtype=meta.dtype, global_shape=meta.shape) for name, meta in checked.outputs.items()
-    }
-    padding = {
-        replace(whole, offset=each.first, shape=each.shape): padding_value(
-            fill_of(each.other) or "", needed_casts(each.dtypes)
-        ).expand(each.shape)
-        for name, whole in wholes.items()
-        for each in checked.padding(name)
-    }
-    empty = {
-        each: torch.empty(each.shape, dtype=torch_dtype(each.dtype)) for each in wholes.values() if 0 in each.shape
-    }
-    return {**padding, **empty}
+    """What every rank holds of outputs: padding, in the memory of one value, and tensors without elements."""
+    found: dict[Piece, torch.Tensor] = {}
+    wholes = [Piece(name=name, dtype=each.dtype, global_shape=each.shape) for name, each in checked.outputs.items()]
+    for whole in wholes:
+        for each in checked.padding(whole.name):
+            value = padding_value(fill_of(each.other) or "", needed_casts(each.dtypes))
+            found[replace(whole, offset=each.first, shape=each.shape)] = value.expand(each.shape)
+    empty = [each for each in wholes if 0 in each.shape]
+    return found | {each: torch.empty(each.shape, dtype=torch_dtype(each.dtype)) for each in empty}
 
 
 def rewritten_held(checked: Checked, places: Iterable[tuple[Piece, Iterable[Place]]], held: Held) -> Held:

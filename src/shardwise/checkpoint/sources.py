@@ -108,8 +108,8 @@ def agree_on_source(
     """The checkpoint at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
-    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks,
-    and what the others have to know besides.
+    find the checkpoint are its readers. options: what this rank loads with, in words that are the same on all ranks.
+    And what the others have to know besides.
     Raises the same error on all ranks: CheckpointError when none finds one, MismatchError for different options.
     """
     contents: Contents | None = None

@@ -9,13 +9,12 @@
 A load checks also that the tensors can be written: that is found out before the first of them is.
 """
 
-import json
 import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ import torch
 from shardwise.checkpoint.contents import unwritable
 from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.states import State, Stateful
-from shardwise.comm import Channel
-from shardwise.comm.agreement import texts_in, understood_once
 from shardwise.comm.local_tensors import (
     dtype_name,
     extent,
@@ -36,9 +33,8 @@ from shardwise.comm.local_tensors import (
     span_elements,
     torch_dtype,
 )
-from shardwise.errors import CheckpointError, MismatchError, in_words
+from shardwise.errors import CheckpointError, in_words
 from shardwise.moving.copies import parts_of
-from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Move, Piece
 from shardwise.space.pieces import tensor_of
@@ -318,25 +314,3 @@ def _read_only_memory() -> Callable[[int], bool]:
         return at > 0 and address < stops[at - 1]
 
     return is_read_only
-
-
-def gather_findings(channel: Channel, findings: Sequence[str], *, purpose: str) -> list[str]:
-    """The findings of all ranks, each once, the same on every rank."""
-    (texts,) = Gathering(purpose).gather(channel, [json.dumps(list(findings)).encode()])
-    return list(dict.fromkeys(chain.from_iterable(understood_once(texts, texts_in, purpose=purpose))))
-
-
-def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
-    """The ties that ranks know together. Raises MismatchError where what is one tensor to a rank is two to another."""
-    merged = {alias: name for each in ties for alias, name in each.items()}
-    for rank, (own, held) in enumerate(zip(ties, pieces, strict=True)):
-        # A rank that holds neither of two names says nothing about them. One that holds both apart contradicts the
-        # tie, and so does one that knows the alias under another name.
-        names = {piece.name for piece in held}
-        for alias, name in merged.items():
-            if name in merged or own.get(alias, name) != name or {alias, name} <= names:
-                raise MismatchError(
-                    f"{alias} and {name} are one tensor on some ranks, but rank {rank} has two, or another order. Tie "
-                    "the same tensors on all ranks, and give states in the same order"
-                )
-    return merged

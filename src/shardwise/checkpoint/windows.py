@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import floordiv
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTensor
-from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
@@ -32,7 +31,7 @@ from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import KEPT_FILL, needed_casts, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
-from shardwise.space.moves import elements_together, runs_of
+from shardwise.space.moves import elements_together, moves_between, runs_of
 
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, in addition to the batch that is being read."""
@@ -57,7 +56,10 @@ _READ_LIMIT = 1.05
 
 
 _MAPPED_LIMIT = 4
-"""In so many times the bytes that are needed strips are looked for where the kernel has the file."""
+"""In so many times the bytes that are needed strips are looked for where the kernel has the file.
+
+Of one tensor in LARGE_WINDOW_BYTES at a time.
+"""
 
 
 Stretch = tuple[int, int, int]
@@ -185,7 +187,8 @@ class ReadTarget:
             length = whole * size or min(size - first, stop - start)
             source = taken.narrow(dim, start - begin, length)
             if whole:
-                yield view.narrow(dim, at, whole), source.unflatten(dim, (whole, size))
+                # Output by output: one copy of all, over a dim more, takes three times as long.
+                yield from zip(view.narrow(dim, at, whole).unbind(dim), source.split(size, dim), strict=True)
             else:
                 yield view.select(dim, at).narrow(dim, first, length), source
             start += length
@@ -330,18 +333,31 @@ class ExactMoves:
         """What all targets take. Raises KeyError when a wanted tensor is not stored."""
         found = []
         for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
-            piece = stored[ordinal]
-            itemsize = itemsize_bytes(piece.piece.dtype)
-            num_elements = [move.num_elements for move in moved]
-            num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
-            num_bytes = sum(num_elements) * itemsize
-            taken = None
-            # Files of other formats need not align their tensors.
-            if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not piece.start % itemsize:
-                taken = extent(moved)
-                taken = taken if taken.num_elements * itemsize <= _MAPPED_LIMIT * num_bytes else None
-            found.append(cls(piece, targets[index], moved, num_bytes, num_ranges, taken))
+            whole = cls._of(stored[ordinal], targets[index], moved)
+            # What is looked at in memory is in memory, and a process that wants to write to it waits.
+            room = LARGE_WINDOW_BYTES // (_MAPPED_LIMIT * itemsize_bytes(whole.stored.piece.dtype))
+            num_elements = sum(move.num_elements for move in moved)
+            starts = range(0, num_elements, room) if whole.taken is not None else ()
+            if len(starts) < 2:
+                found.append(whole)
+                continue
+            for start in starts:
+                part = moves_between(moved, start, min(start + room, num_elements))
+                found.append(cls._of(whole.stored, whole.target, list(part)))
         return found
+
+    @classmethod
+    def _of(cls, stored: StoredPiece, target: ReadTarget, moved: list[Move]) -> Self:
+        itemsize = itemsize_bytes(stored.piece.dtype)
+        num_elements = [move.num_elements for move in moved]
+        num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
+        num_bytes = sum(num_elements) * itemsize
+        taken = None
+        # Files of other formats need not align their tensors.
+        if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not stored.start % itemsize:
+            taken = extent(moved)
+            taken = taken if taken.num_elements * itemsize <= _MAPPED_LIMIT * num_bytes else None
+        return cls(stored, target, moved, num_bytes, num_ranges, taken)
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -361,16 +377,16 @@ class ExactMoves:
         self.target.fill(moved, parts_of(elements, moved))
 
 
-def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: PassingDigests | None = None) -> int:
-    """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
+def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves]) -> None:
+    """Fill targets from just the byte ranges that they need, unverified.
 
-    digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
+    Digests of the files see what is read straight into the memory of a target. Raises CheckpointError for what cannot
+    be read.
     """
     others: list[ExactMoves] = []
     near: list[ExactMoves] = []
     for each in wanted:
         (others if each.taken is None or files.num_ahead else near).append(each)
-    read_bytes = 0
     for group in _mapped_together(near):
         (name, start, _), stop = group[0].place, max(each.place[2] for each in group)
         with _opened(files, name) as reader, mapped(reader, start, stop - start) as memory:
@@ -379,18 +395,17 @@ def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves], digests: Passin
                 continue
             for each in group:
                 each.fill_from(memory, start)
-                read_bytes += each.num_bytes
+                files.read_bytes += each.num_bytes
     for read, found in files.in_order(partial(each.carried_out, files) for each in _exact_reads(others)):
         piece, target = read.stored.piece, read.target
         for (first, run), elements in zip(read.runs, found, strict=True):
-            read_bytes += elements.nbytes
+            files.read_bytes += elements.nbytes
             if not read.is_straight:
                 start = target.source.elements.start
                 moved = moves(target.source.within(start + run.start, start + run.stop), target.source)
                 target.fill(moved, parts_of(elements, moved))
-            elif digests is not None:
-                digests.see(piece, elements, first * elements.itemsize)
-    return read_bytes
+            elif files.digests is not None:
+                files.digests.see(piece, elements, first * elements.itemsize)
 
 
 def _mapped_together(near: Iterable[ExactMoves]) -> Iterator[list[ExactMoves]]:
@@ -526,7 +541,7 @@ class PieceReader:
                 straight += wanted
             else:
                 others.append(target)
-        self._files.read_bytes += fill_exactly(self._files, straight, self._files.digests)
+        fill_exactly(self._files, straight)
         return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
@@ -538,16 +553,13 @@ class PieceReader:
         max_bytes = self._files.request_bytes(plan.read_bytes) if self._files.num_ahead else BATCH_BYTES
         batches = batches_of(plan.reads, block_bytes=block_bytes, max_bytes=max_bytes)
         with BatchReader(self._files, self.contents, verify=True) as reader:
-            try:
-                for begun in reader.ahead((batch, None) for batch in batches):
-                    for span, elements in reader.finish(begun).items():
-                        # Right after it was verified, so that the copy finds it in the cache.
-                        if self._files.digests is not None:
-                            self._files.digests.see(span.stored.piece, elements, span.start)
-                        for index, moves in plan.transfers(span, 0):
-                            targets[index].fill(moves, parts_of(elements, moves))
-            finally:
-                self._files.read_bytes += reader.read_bytes
+            for begun in reader.ahead((batch, None) for batch in batches):
+                for span, elements in reader.finish(begun).items():
+                    # Right after it was verified, so that the copy finds it in the cache.
+                    if self._files.digests is not None:
+                        self._files.digests.see(span.stored.piece, elements, span.start)
+                    for index, moves in plan.transfers(span, 0):
+                        targets[index].fill(moves, parts_of(elements, moves))
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.stored.tensors[name].pieces
@@ -558,11 +570,14 @@ def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -
 
     And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    near = [each for each in wanted if each.taken is not None]
-    if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
-        near = []
-    num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)
-    num_bytes = sum(each.num_bytes for each in wanted)
+    num_ranges = num_bytes = 0
+    for each in wanted:
+        num_ranges += each.num_ranges
+        num_bytes += each.num_bytes
+    if files is not None:
+        near = [each for each in wanted if each.taken is not None]
+        if all(_can_map(files, name) for name in {each.stored.file for each in near}):
+            num_ranges -= sum(each.num_ranges for each in near)
     many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
     return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
 

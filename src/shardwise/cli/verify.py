@@ -1,6 +1,5 @@
 """`shardwise verify CONFIG|PROGRAM --against LAYOUT [--steps N] [--simulate | --nproc N] [--set a.b=v]`."""
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -176,39 +175,20 @@ def _be_rank(asked: _Asked, notes: Path | None) -> bool:
     """Be one rank; the first one goes on alone when the run under the layout is done."""
     # The layout runs first and whole: the comparison then repeats each of its updates from the state that it had.
     from shardwise.comm import processes
-    from shardwise.comm.agreement import understood
-    from shardwise.verification.layout_run import run_layout
-    from shardwise.verification.verifier import compare_with_one_process
+    from shardwise.verification.verifier import compare_with_one_process, notes_of_layout
 
     channel = processes(timeout_seconds=asked.timeout_seconds, device=asked.device, **asked.links)
     try:
-        # Rank 0 makes the folder and the others learn its name: two names would be two folders on a shared disk.
-        made = _made_folder(asked.output) if notes is None and channel.rank == 0 else ""
-        purpose = "a fresh folder for the verification"
-        (name,) = understood(channel.exchange(made.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
-        folder = notes if notes is not None else asked.output / name
         subject = asked.subject()
-        num_updates = run_layout(subject, channel, folder)
     except BaseException as error:
         channel.abort(in_words(error))
         raise
-    rank, device = channel.rank, channel.device
-    # Closed before the comparison, which takes as long as the run: ranks that wait would run into their deadline.
-    channel.close()
-    if rank > 0:
-        return False
-    try:
-        title = asked.title("real")
-        return _print_report(compare_with_one_process(subject, folder, device, num_updates, title=title))
-    finally:
-        if notes is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _made_folder(output: Path) -> str:
-    """The name of a new folder: it can be removed at the end, for it holds nothing of the user's."""
-    output.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="verification-", dir=output)).name
+    with notes_of_layout(channel, subject, notes or asked.output) as (folder, num_updates):
+        # Closed before the comparison, which takes as long as the run: ranks that wait would run into their deadline.
+        channel.close()
+        return channel.rank == 0 and _print_report(
+            compare_with_one_process(subject, folder, channel.device, num_updates, title=asked.title("real"))
+        )
 
 
 def _print_report(report: "VerificationReport") -> bool:

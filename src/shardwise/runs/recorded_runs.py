@@ -8,11 +8,10 @@ from torch import nn
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
-from shardwise.errors import ConfigError
 from shardwise.runs.callbacks import Callback, Position, TrainingLoop
 from shardwise.runs.json_lines import lines_up_to
 from shardwise.runs.metrics_file import MetricsFile
-from shardwise.runs.run_folder import METRICS, RunMark
+from shardwise.runs.run_folder import METRICS, begun
 
 
 @contextmanager
@@ -41,14 +40,8 @@ def recorded(
     with ExitStack() as mark:
         with agreed(engine.channel, purpose="verdict on the folder of a run", only=0):
             if engine.channel.rank == 0:
-                try:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    num_ranks = engine.channel.size
-                    mark.enter_context(RunMark(folder, steps=steps, num_ranks=num_ranks, rows=rows))
-                except OSError as error:
-                    raise ConfigError(
-                        f"the folder {folder} of the run cannot be written to ({error.strerror}); name another one"
-                    ) from error
+                num_ranks = engine.channel.size
+                mark.enter_context(begun(folder, steps=steps, num_ranks=num_ranks, rows=rows))
                 before = lines_up_to(folder / METRICS, begin, before="ranks") if begin else ()
                 elapsed_s = max((values.get("elapsed_s") or 0.0 for _, values in before), default=0.0)
                 callbacks.append(MetricsFile(folder / METRICS, after_step=begin))

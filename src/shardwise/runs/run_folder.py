@@ -71,6 +71,21 @@ class RunMark:
         begun.replace(self._path)
 
 
+def begun(folder: Path, *, steps: int, num_ranks: int, rows: str, setting: str = "") -> RunMark:
+    """The mark of a run in its folder, which is made. Raises ConfigError where it cannot be written to.
+
+    setting: that names the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return RunMark(folder, steps=steps, num_ranks=num_ranks, rows=rows)
+    except OSError as error:
+        named = f"{setting}: " if setting else ""
+        raise ConfigError(
+            f"{named}the folder {folder} cannot be written to ({error.strerror}); name another one"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """A run as it is now."""

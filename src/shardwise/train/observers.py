@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shardwise.checkpoint import SaveReport
-from shardwise.errors import ConfigError
 from shardwise.runs.callbacks import BEGINNING, Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
 from shardwise.runs.metrics_file import MetricsFile
 from shardwise.runs.quantities import clock, count
-from shardwise.runs.run_folder import METRICS, RunMark
+from shardwise.runs.run_folder import METRICS
 from shardwise.train.config import RunConfig
 
 _MOST_CURVES = 16
@@ -294,17 +293,6 @@ def observers_of(config: RunConfig, console: Console, begin: Position, curve: Lo
     board = [TensorBoard(config.output / "tensorboard", after_step=begin.step)] if has_board else []
     line = progress(console, config.train.steps, every=config.train.log_every, begin=begin, rows=rows_of(config))
     return [file, curve, *board, line]
-
-
-def mark_of(config: RunConfig) -> RunMark:
-    """Begin the folder of a run. Raises ConfigError when it cannot be written to."""
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-        return RunMark(config.output, steps=config.train.steps, num_ranks=config.plan.mesh.size, rows=rows_of(config))
-    except OSError as error:
-        raise ConfigError(
-            f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
-        ) from error
 
 
 def rows_of(config: RunConfig) -> str:

@@ -28,6 +28,7 @@ from shardwise.engine import parallelize
 from shardwise.engine.forward.batches import Batch
 from shardwise.runs.callbacks import BEGINNING, Callback, TrainingLoop
 from shardwise.runs.quantities import count, size
+from shardwise.runs.run_folder import begun
 from shardwise.runs.run_trace import Tracer
 from shardwise.runs.stop_signals import Stopped, StopSignals
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
@@ -38,7 +39,7 @@ from shardwise.train.continuations import Continuations
 from shardwise.train.corpus import frequency_loss
 from shardwise.train.learning_rates import scheduler_maker
 from shardwise.train.loop import fit
-from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words, rows_of
+from shardwise.train.observers import LossCurve, observers_of, picture_words, rows_of
 from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.run_build import build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
@@ -170,7 +171,10 @@ def _train(
         if channel.rank == 0:
             _say(console, *run.lines)
             if not run.is_over:
-                mark.enter_context(mark_of(config))
+                steps, rows = config.train.steps, rows_of(config)
+                mark.enter_context(
+                    begun(config.output, steps=steps, num_ranks=channel.size, rows=rows, setting="train.output")
+                )
                 observers = observers_of(config, console, run.begin, curve)
         loop = TrainingLoop(
             run.engine,

@@ -142,15 +142,10 @@ def _words(plan: Plan) -> str:
     lines.append(
         f"mean gradients: {num_terms} microbatches{order}: each element within {2 * num_terms + 4} u of the mean of "
         "its terms' sizes; u is that of the summing dtype"
-        + (f", and {precision_words(plan)} to travel" if num_data_ranks > 1 else "")
+        + (f", and 2^{round(math.log2(UNIT_ROUNDOFF[plan.precision.reduce]))} to travel" if num_data_ranks > 1 else "")
     )
     lines.append("updated parameters and optimizer state, from the layout's own gradients: the same arithmetic, zero")
     return "\n".join(lines)
-
-
-def precision_words(plan: Plan) -> str:
-    """The roundoff of gradients that travel between data ranks."""
-    return f"2^{round(math.log2(UNIT_ROUNDOFF[plan.precision.reduce]))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

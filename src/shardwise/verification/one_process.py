@@ -10,6 +10,7 @@ gradients. If a gradient is nearly zero, Adam makes rounding errors as large as 
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +29,7 @@ from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.step.reports import StepReport
 from shardwise.space import Portion
 from shardwise.verification.error_model import Path
-from shardwise.verification.layout_run import RankNotes, gradients_folder, notes_file, state_folder
+from shardwise.verification.layout_run import RankNotes, gradients_folder, notes_file, state_before
 from shardwise.verification.program import Subject
 from shardwise.verification.run_recording import Notes, wide
 from shardwise.verification.watched_program import Enough, WatchedProgram, digests_of
@@ -69,18 +70,10 @@ class OwnStep:
 class OneProcess(WatchedProgram):
     """The program in one process."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        folder: FilePath,
-        device: torch.device,
-        *,
-        begins: Callable[["OneProcess"], bool],
-        compares: Callable[["OneProcess", OwnStep], bool],
-    ) -> None:
-        """folder: of what the ranks left. begins, compares: asked before and after each update whether to go on."""
+    def __init__(self, subject: Subject, folder: FilePath, device: torch.device) -> None:
+        """folder: of what the ranks left."""
         super().__init__(subject, subject.one_process_plan, alone(device))
-        self._folder, self._begins, self._compares = folder, begins, compares
+        self.folder = folder
         self._terms: dict[str, Terms] = {}
         self._squares: dict[str, float] = {}
         self._digests: dict[str, str] = {}
@@ -108,7 +101,15 @@ class OneProcess(WatchedProgram):
             optimizer.register_step_pre_hook(self._take_gradients)
         count = self.subject.plan.mesh.tp
         ranks = range(count) if count > 1 else ()
-        return [RankNotes.read(notes_file(self._folder, 0, rank)).portions for rank in ranks]
+        return [RankNotes.read(notes_file(self.folder, 0, rank)).portions for rank in ranks]
+
+    @abstractmethod
+    def is_like_layout(self) -> bool:
+        """Whether the layout has come as far, before an update; else the program is left."""
+
+    @abstractmethod
+    def is_near_layout(self, own: OwnStep) -> bool:
+        """Whether an update is that of the layout; else the program is left."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters, masters, buffers and optimizer state by name."""
@@ -116,13 +117,13 @@ class OneProcess(WatchedProgram):
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Take over the state of the layout."""
-        if not self._begins(self):
+        if not self.is_like_layout():
             raise Enough
         # A checkpoint of any layout loads into one process: masters, buffers and what the optimizer keeps.
-        load(str(state_folder(self._folder, self.num_updates)), self.engine, channel=self.channel)
+        load(str(state_before(self.folder, self.num_updates)), self.engine, channel=self.channel)
         self._inputs, self._buffers = digests_of(microbatches), self._digests_of_buffers()
         self._terms, self._squares, self._digests = {}, {}, {}
-        self.given_gradients = open_checkpoint(str(gradients_folder(self._folder, self.num_updates)))
+        self.given_gradients = open_checkpoint(str(gradients_folder(self.folder, self.num_updates)))
         self.recorder.begin()
 
     def given(self, batch: Batch, parts: Sequence[Microbatch]) -> Batch:
@@ -153,7 +154,7 @@ class OneProcess(WatchedProgram):
                 name for name, digest in self._digests_of_buffers().items() if digest != before.get(name)
             ),
         )
-        if not self._compares(self, own):
+        if not self.is_near_layout(own):
             raise Enough
 
     def _digests_of_buffers(self) -> dict[str, str]:

@@ -120,7 +120,7 @@ class StepComparer:
         for number, (ours, (rank, theirs)) in enumerate(zip(self._own.inputs, self._layout.inputs, strict=True)):
             if ours != theirs:
                 where = self._divergence(
-                    "batch", "microbatch", _unlike("some values", "others"), "", microbatch=number, rank=rank
+                    "batch", "microbatch", _unlike("some values", "other values"), "", microbatch=number, rank=rank
                 )
                 yield replace(
                     where, explanation="The first data rank has to train on the first rows, the next on the next"
@@ -350,10 +350,9 @@ def initial_divergence(own: Mapping[str, torch.Tensor], layout: Catalogue) -> Di
     return None
 
 
-def missing_update(ours: int, theirs: int) -> Divergence:
-    """One process and the layout end after other numbers of updates."""
-    found = _unlike(f"{ours}", f"{theirs}")
-    return _divergence_at(min(ours, theirs), "number of", "updates", found, (), module="")
+def other_number(ours: str, theirs: str, step: int) -> Divergence:
+    """One side makes more updates than the other: this one is the first of them."""
+    return _divergence_at(step, "number of", "updates", _unlike(ours, theirs), (), module="")
 
 
 def _divergence_at(

@@ -22,7 +22,7 @@ from shardwise.comm import Channel, simulate
 from shardwise.comm.agreement import understood
 from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers.known import OptimizerFunction
-from shardwise.errors import ConfigError, OptimizerError
+from shardwise.errors import OptimizerError, in_words
 from shardwise.plan import Plan
 from shardwise.verification.error_model import ErrorModel
 from shardwise.verification.layout_run import (
@@ -30,13 +30,13 @@ from shardwise.verification.layout_run import (
     RankNotes,
     notes_file,
     run_layout,
-    state_folder,
+    state_before,
     updated_folder,
 )
 from shardwise.verification.one_process import OneProcess, OwnStep
 from shardwise.verification.program import PlainProgram, Program, Scheduler, Subject
 from shardwise.verification.report import Divergence, StepComparison, Verdict, VerificationReport
-from shardwise.verification.run_comparison import StepComparer, initial_divergence, missing_update
+from shardwise.verification.run_comparison import StepComparer, initial_divergence, other_number
 
 _PROGRESS = "progress of a verification"
 
@@ -59,11 +59,9 @@ def verify_program(
     steps: updates to compare at most. The program is left after them, by an exception that is no Exception.
     channel, folder, timeout_seconds: as for `verify`.
 
-    Raises what the program raises, ConfigError for no steps, BatchError for rows that make no equal microbatches, and
-    ModelError for a program that makes no update or a second engine.
+    Raises what the program raises, BatchError for rows that make no equal microbatches, and ModelError for a program
+    that makes no update or a second engine.
     """
-    if steps < 1:
-        raise ConfigError(f"steps = {steps}: no update would be compared; give 1 or more")
     return _verify_on(channel, Subject(program=program, plan=plan, num_updates=steps), folder, timeout_seconds)
 
 
@@ -133,17 +131,7 @@ def _verify_on(
 ) -> VerificationReport:
     if channel is None:
         return verify_simulated(subject, timeout_seconds=timeout_seconds)
-    with ExitStack() as stack:
-        # Rank 0 makes the folder and removes it. All ranks then open it by the same path, so they have to see one
-        # storage.
-        name = ""
-        if channel.rank == 0:
-            name = stack.enter_context(_fresh_folder(channel, folder))
-        purpose = "the folder of a verification"
-        (told,) = understood(channel.exchange(name.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
-        place = Path(told)
-        place.mkdir(parents=True, exist_ok=True)
-        num_updates = run_layout(subject, channel, place)
+    with notes_of_layout(channel, subject, folder) as (place, num_updates):
         if channel.rank > 0:
             # Ranks take part in an exchange per update: a wait for the whole comparison would exceed the channel's
             # time limit.
@@ -163,22 +151,36 @@ def _verify_on(
 
 
 @contextmanager
-def _fresh_folder(channel: Channel, inside: Path | str | None) -> Iterator[str]:
-    """An empty folder, so that notes of an earlier verification are never read; removed at the end."""
-    try:
-        if inside is not None:
-            Path(inside).mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(
-            prefix="shardwise-",
-            # Absolute, because ranks may run in other working folders.
-            dir=None if inside is None else Path(inside).absolute(),
-            ignore_cleanup_errors=True,  # after an error, other ranks may still write
-        )
-    except OSError as error:
-        channel.abort(f"no folder for a verification: {error}")
-        raise
-    with made as name:
-        yield name
+def notes_of_layout(channel: Channel, subject: Subject, inside: Path | str | None) -> Iterator[tuple[Path, int]]:
+    """Run the program on this rank: a folder with what the ranks left, and the number of updates.
+
+    The folder is a new one, so that notes of an earlier verification are never read, and is removed at the end.
+    """
+    with ExitStack() as stack:
+        try:
+            # Rank 0 makes the folder and removes it. All ranks then open it by the same path, so they have to see one
+            # storage.
+            name = stack.enter_context(_fresh_folder(inside)) if channel.rank == 0 else ""
+            purpose = "the folder of a verification"
+            (told,) = understood(channel.exchange(name.encode(), purpose=purpose)[:1], bytes.decode, purpose=purpose)
+            place = Path(told)
+            place.mkdir(parents=True, exist_ok=True)
+            num_updates = run_layout(subject, channel, place)
+        except BaseException as error:
+            channel.abort(in_words(error))
+            raise
+        yield place, num_updates
+
+
+def _fresh_folder(inside: Path | str | None) -> "tempfile.TemporaryDirectory[str]":
+    if inside is not None:
+        Path(inside).mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(
+        prefix="verification-",
+        # Absolute, because ranks may run in other working folders.
+        dir=None if inside is None else Path(inside).absolute(),
+        ignore_cleanup_errors=True,  # after an error, other ranks may still write
+    )
 
 
 def compare_with_one_process(
@@ -192,68 +194,83 @@ def compare_with_one_process(
 ) -> VerificationReport:
     """Repeat in one process the updates that ranks left in `folder`, up to the first that diverges.
 
-    num_updates: of the ranks. title: the layout in words; None: its mesh.
+    num_updates: of the ranks. title: the layout in words; "": its mesh.
     """
-    steps: list[StepComparison] = []
-    remarks = dict.fromkeys(_about_settings(subject))
-    divergence: Divergence | None = None
-    num_microbatches = subject.one_process_plan.merge.microbatches
-    unknown: list[int] = []
-    """Updates that say nothing of the numbers that the layout computes."""
+    comparison = _Comparison(subject, folder, device, num_updates, after_step)
+    with _threads(RankNotes.read(notes_file(folder, 0, 0)).num_threads):
+        comparison.run()
+    return comparison.report(title)
 
-    def begins(own: OneProcess) -> bool:
-        nonlocal divergence
-        if not own.num_updates:
+
+class _Comparison(OneProcess):
+    """One process, whose updates are compared as they are made."""
+
+    def __init__(
+        self, subject: Subject, folder: Path, device: torch.device, num_updates: int, after_step: Callable[[], object]
+    ) -> None:
+        super().__init__(subject, folder, device)
+        self._num_updates_of_layout, self._after_step = num_updates, after_step
+        self._steps: list[StepComparison] = []
+        self._remarks = dict.fromkeys(_about_settings(subject))
+        self._divergence: Divergence | None = None
+        self._num_microbatches = self.plan.merge.microbatches
+        self._unknown: list[int] = []
+        """Updates that say nothing of the numbers that the layout computes."""
+
+    def is_like_layout(self) -> bool:
+        """Compare the initial state, and whether the layout made one more update."""
+        step, last = self.num_updates, self._num_updates_of_layout
+        if step == last:
+            self._divergence = other_number(f"at least {step + 1}", f"{last}", step)
+        elif not step:
             # A model that is built differently on the ranks would make every later comparison fail in a less clear
             # place.
-            divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
-            remarks.update(dict.fromkeys(_about_dropout(subject.plan, own.model)))
-        elif own.num_updates == num_updates:  # the ranks ended here
-            divergence = missing_update(num_updates + 1, num_updates)
-        return divergence is None
+            self._divergence = initial_divergence(self.state(), open_checkpoint(str(state_before(self.folder, 0))))
+            self._remarks |= dict.fromkeys(_about_dropout(self.subject.plan, self.model))
+        return self._divergence is None
 
-    def compares(own: OneProcess, repeated: OwnStep) -> bool:
-        nonlocal divergence, num_microbatches
-        step, num_microbatches = own.num_updates, len(repeated.inputs)
+    def is_near_layout(self, own: OwnStep) -> bool:
+        """Compare an update."""
+        step, plan, self._num_microbatches = self.num_updates, self.subject.plan, len(own.inputs)
         comparer = StepComparer(
             step=step,
-            plan=subject.plan,
-            layout=LayoutNotes.read(subject.plan, folder, step, own.shapes),
-            own=repeated,
-            gradients=own.given_gradients,
-            state=open_checkpoint(str(updated_folder(folder, step))),
+            plan=plan,
+            layout=LayoutNotes.read(plan, self.folder, step, self.shapes),
+            own=own,
+            gradients=self.given_gradients,
+            state=open_checkpoint(str(updated_folder(self.folder, step))),
         )
-        divergence = comparer.first_divergence()
-        steps.append(comparer.summary())
+        self._divergence = comparer.first_divergence()
+        self._steps.append(comparer.summary())
         # A dict keeps the order and has each remark once, though each update makes it again.
-        remarks.update(dict.fromkeys(comparer.remarks()))
+        self._remarks |= dict.fromkeys(comparer.remarks())
         # Not a number equals everything or nothing: such an update proves nothing about the layout.
-        if repeated.report.skipped or not math.isfinite(repeated.report.loss):
-            unknown.append(step)
-        after_step()
-        return divergence is None
+        if own.report.skipped or not math.isfinite(own.report.loss):
+            self._unknown.append(step)
+        self._after_step()
+        return self._divergence is None
 
-    with _threads(RankNotes.read(notes_file(folder, 0, 0)).num_threads):
-        OneProcess(subject, folder, device, begins=begins, compares=compares).run()
-    if divergence is None and len(steps) < num_updates:
-        divergence = missing_update(len(steps), num_updates)
-    if unknown:
-        steps_in_words = f"update{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown))}"
-        remarks[
-            f"not compared: {steps_in_words}. The loss or gradient is not finite, in one process too; fix the data, "
-            "the model or the loss to verify"
-        ] = None
-    are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
-    mesh = subject.plan.mesh
-    return VerificationReport(
-        verdict=_verdict(divergence, are_equal=are_equal, is_known=len(unknown) < len(steps)),
-        title=f"{title or f'{mesh} on {mesh.size} ranks'} against one process, {num_updates} updates of "
-        f"{num_microbatches} microbatches",
-        model=ErrorModel.of(subject.plan).words,
-        steps=tuple(steps),
-        divergence=divergence,
-        remarks=tuple(remarks),
-    )
+    def report(self, title: str) -> VerificationReport:
+        """What was found."""
+        steps, unknown, mesh, last = self._steps, self._unknown, self.subject.plan.mesh, self._num_updates_of_layout
+        divergence, remarks = self._divergence, list(self._remarks)
+        if divergence is None and len(steps) < last:
+            divergence = other_number(f"{len(steps)}", f"{last}", len(steps))
+        if unknown:
+            remarks.append(
+                f"not compared: update{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown))}. The loss or "
+                "gradient is not finite, in one process too; fix the data, the model or the loss to verify"
+            )
+        are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
+        return VerificationReport(
+            verdict=_verdict(divergence, are_equal=are_equal, is_known=len(unknown) < len(steps)),
+            title=f"{title or f'{mesh} on {mesh.size} ranks'} against one process, {last} updates of "
+            f"{self._num_microbatches} microbatches",
+            model=ErrorModel.of(self.subject.plan).words,
+            steps=tuple(steps),
+            divergence=divergence,
+            remarks=tuple(remarks),
+        )
 
 
 def _verdict(divergence: Divergence | None, *, are_equal: bool, is_known: bool) -> Verdict:

@@ -84,7 +84,7 @@ class Block(Dropping):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler, of what it traces
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.quick), 3])
 def test_blocks_that_draw_are_compiled_however_many_there_are(stage: int) -> None:
     calls = torch.zeros(())
 

@@ -226,8 +226,7 @@ def aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
 
 def _offset_in(parameter: torch.Tensor, tensor: torch.Tensor) -> int | None:
     offset = int(tensor.storage_offset() - parameter.storage_offset())
-    last = offset + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    is_inside = parameter.is_contiguous() and offset >= 0 and last < parameter.numel()
+    is_inside = parameter.is_contiguous() and 0 <= offset <= parameter.numel() - span_elements(tensor)
     return offset if is_inside and tensor.is_leaf and tensor.dtype == parameter.dtype else None
 
 

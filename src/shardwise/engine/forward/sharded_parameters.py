@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.local_tensors import span_elements
 from shardwise.engine.forward.writes import SeenTensor
 from shardwise.engine.torch_private import BACKWARD_HOOKS, BASE, GRADIENT_HOOKS, IS_VIEW, DisableTorchFunctionSubclass
 from shardwise.errors import ModelError
@@ -170,9 +171,7 @@ class _CopyOfView(torch.autograd.Function):
 def _copied(view: torch.Tensor) -> torch.Tensor:
     # As far from a multiple of 64 bytes as the view is: vector kernels treat what comes before one in another way.
     lead = int(view.storage_offset()) % (_ALIGNMENT_BYTES // view.element_size())
-    steps = [(size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)]
-    extent = sum(steps) + 1 if view.numel() else 0
-    room = torch.empty(lead + extent, dtype=view.dtype, device=view.device)
+    room = torch.empty(lead + span_elements(view), dtype=view.dtype, device=view.device)
     copy = torch.empty(0, dtype=view.dtype, device=view.device)
     copy.set_(room.untyped_storage(), lead, view.shape, view.stride())
     # A copy to an expanded tensor is refused, as several places are one in memory: narrowed to that one.

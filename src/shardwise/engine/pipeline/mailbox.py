@@ -391,7 +391,8 @@ class _Extent(NamedTuple):
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> _Extent:
     compact = tuple([1 if not step and size > 1 else size for size, step in zip(shape, stride, strict=True)])
     num_elements = 0 if 0 in compact else 1 + sum((size - 1) * step for size, step in zip(compact, stride, strict=True))
-    return _Extent(num_elements, _is_dense(compact, stride) or not _is_apart(compact, stride), compact)
+    is_one_piece = num_elements == math.prod(compact) or not _is_apart(compact, stride)
+    return _Extent(num_elements, is_one_piece, compact)
 
 
 def _room_for(place: ContentPlace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -506,17 +507,6 @@ def _lead(tensor: torch.Tensor) -> int:
 
 def _compact(tensor: torch.Tensor, extent: _Extent) -> torch.Tensor:
     return tensor.as_strided(extent.shape, tensor.stride())
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their memory without holes and overlaps, in some order."""
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size != 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _is_apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
