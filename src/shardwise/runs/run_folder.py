@@ -71,7 +71,7 @@ class RunMark:
         begun.replace(self._path)
 
 
-def begun(folder: Path, *, steps: int, num_ranks: int, rows: str, setting: str = "") -> RunMark:
+def begun(folder: Path, *, steps: int | None, num_ranks: int, rows: str, setting: str = "") -> RunMark:
     """The mark of a run in its folder, which is made. Raises ConfigError where it cannot be written to.
 
     setting: that names the folder.
