@@ -118,9 +118,9 @@ bench-hybrid: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet
 
-# How many one-line faults the quick tests find: half an hour, so by hand. The figures go into the tree.
+# How many one-line faults the tests find: ten minutes or more, so by hand. The figures go into the tree.
 mutants: setup
-	$(BIN)/python -m tests.mutants --record --tier all --jobs 2 --results benchmarks/results/mutants.md
+	$(BIN)/python -m tests.mutants --tier all --jobs 2 --results benchmarks/results/mutants.md
 
 # The second line: properties, on twenty times as many examples and on new ones each time.
 stress: setup

@@ -77,14 +77,19 @@ def test_rows_without_an_end_train_for_so_many_steps(tmp_path: Path) -> None:
     assert trainer.state.global_step == 3
 
 
-def another_batch() -> None:
-    args = arguments("x", 4, of=hf.TrainingArguments)
+def another_batch(folder: Path) -> None:
+    args = arguments(str(folder), 4, of=hf.TrainingArguments)
     hf.Trainer(build(), args, train_dataset=sw.Data(SAMPLES, global_batch=6), plan=sw.Plan()).train()
 
 
-REFUSED = Refusals("hf.data_order", {"another global batch": another_batch})
+def evaluated(folder: Path) -> None:
+    data = sw.Data(SAMPLES, global_batch=2)
+    hf.Trainer(build(), arguments(str(folder), 1), train_dataset=data, eval_dataset={"held out": data})
+
+
+REFUSED = Refusals("hf.data_order", {"another global batch": another_batch, "an evaluation of it": evaluated})
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_global_batch_that_is_not_that_of_the_arguments_is_refused(case: str) -> None:
+def test_data_that_a_trainer_cannot_take_are_refused(case: str) -> None:
     REFUSED.check(case)

@@ -275,6 +275,15 @@ def test_a_checkpoint_counts_where_it_is_later_than_what_else_a_run_may_resume_f
     assert newest_complete(tmp_path / "none", after=0) == (None, {})
 
 
+def test_a_run_with_copies_begins_where_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    """A launcher starts one script, the first time and after a loss."""
+    copied = partial(alone, tmp_path, of=hf.TrainingArguments, max_steps=4, shardwise_replicas=1)
+    assert_close(resumed(copied(save_strategy="no")), four_steps())
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(CheckpointError, match="is complete"):
+        resumed(copied())
+
+
 @pytest.mark.quick
 def test_a_run_goes_on_from_the_latest_step_and_not_from_the_last_name(tmp_path: Path) -> None:
     alone(tmp_path, max_steps=10, save_steps=5).train()

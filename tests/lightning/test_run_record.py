@@ -34,6 +34,17 @@ def test_lines_have_the_losses_of_steps_and_validations_and_the_times_of_ranks(t
     assert f"{tmp_path.name}  step 6/6  loss {losses[-1]:.4f}  held-out " in heading(view(tmp_path))
 
 
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_a_fit_that_ends_between_two_lines_has_its_last_update(is_endless: bool, tmp_path: Path) -> None:
+    asked = {"max_epochs": -1, "max_time": {"seconds": 1}} if is_endless else {}
+    record = RunRecord(tmp_path)
+    _, seen = fitted(Strategy(sw.Plan()), Net, record, limit_val_batches=0, log_every_n_steps=10**6, **asked)
+    (line,) = lines_of(tmp_path)
+    assert line["loss"] == pytest.approx(seen.losses[-1])
+    said = f"step {line['step']}" if is_endless else "step 6/6"
+    assert f"{tmp_path.name}  {said}  loss " in heading(view(tmp_path))
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
 def test_a_trace_has_the_updates_of_all_ranks_and_changes_no_number(by_hand: bool, tmp_path: Path) -> None:
     def run(channel: sw.Channel, folder: Path | None) -> list[float]:

@@ -15,11 +15,13 @@ of its file, and those of the folder that is called like that of the mutant. All
 """
 
 import argparse
+import datetime
 import json
 import math
 import os
 import re
 import resource
+import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -29,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.mutants.forks import ANSWERS, ORDERS, Answer, Order
-from tests.mutants.listed import ROOT, Mutant, marked, mutants
+from tests.mutants.listed import LIST, ROOT, Mutant, marked, mutants
 from tests.mutants.marks import FILE
 from tests.mutants.trees import Tree
 from tests.tiers import function_of, recorded, slow_tests
@@ -258,6 +260,14 @@ def table(found: Sequence[Finding], command: str, cpu_seconds: float) -> str:
     )
 
 
+def heading() -> str:
+    """Where and when the list was tried out."""
+    asked = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    day = datetime.date.today().isoformat()
+    return f"One-line mutants of `{LIST.relative_to(ROOT)}` at commit {commit}, {day}, on {os.cpu_count()} cores."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
@@ -304,7 +314,9 @@ def main() -> None:
     print(text)
     if arguments.results is not None:
         lines = [f"- {each}" for each in found]
-        arguments.results.write_text("\n".join(["# Mutants", "", text, "", *lines, ""]), encoding="utf-8")
+        arguments.results.write_text(
+            "\n".join(["# Mutants", "", heading(), "", text, "", *lines, ""]), encoding="utf-8"
+        )
     num_excused = sum(bool(each.mutant.survives) and not each.test for each in found)
     asked = len(found) - num_excused if arguments.tier == "all" else math.ceil(_LEAST_OF_QUICK * len(found))
     least = asked if arguments.least is None else arguments.least

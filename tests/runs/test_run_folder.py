@@ -82,6 +82,15 @@ def test_a_run_whose_process_is_gone_is_dead_and_one_without_news_is_silent(tmp_
     assert view(tmp_path / "run", now_s=written_s + 79).state == "running"
     assert view(tmp_path / "run", now_s=written_s + 90).state == "silent for 90 s"
     assert view(tmp_path / "run").ended is None
+    # One that logs seldom has its own pace, which the first line tells.
+    for name, lines, age_s, expected in (
+        ("seldom", [step(50, times(0, 0.1, {}))], 1050, "running"),
+        ("not any more", [step(50, times(0, 0.1, {}))], 1070, "silent for 1070 s"),
+        ("not yet", [], 400, "no update yet for 400 s"),
+    ):
+        written(tmp_path / name, *lines)
+        written_s = (tmp_path / name / "metrics.jsonl").stat().st_mtime
+        assert view(tmp_path / name, now_s=written_s + age_s).state == expected
 
 
 def test_a_folder_that_is_torn_empty_or_old_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

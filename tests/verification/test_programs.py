@@ -147,8 +147,8 @@ def test_on_a_device_microbatches_lie_in_memory_as_on_their_ranks(fake: str, as_
     assert sorted(offsets[False]) == [0, 0, 10, 10]
 
 
-def asked_of(program: Any, layout: Any = None) -> None:
-    sw.verify_program(program, plan(dp_shard=2) if layout is None else layout)
+def asked_of(program: Any, layout: Any = None, **settings: Any) -> None:
+    sw.verify_program(program, plan(dp_shard=2) if layout is None else layout, **settings)
 
 
 def twice(parallelize: Parallelize) -> None:
@@ -165,6 +165,7 @@ REFUSED = Refusals(
     {
         "no program": lambda: asked_of(3),
         "no plan": lambda: asked_of(long_loop, {"tp": 2}),
+        "no steps": lambda: asked_of(long_loop, steps=0),
         "no update": lambda: asked_of(engine_of),
         "no engine": lambda: asked_of(lambda parallelize: None),
         "two engines": lambda: asked_of(twice),

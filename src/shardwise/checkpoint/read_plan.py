@@ -250,10 +250,10 @@ def exact_moves(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> Itera
     stored.
     """
     in_files = _by_ordinal(stored)
-    known = _Moves()
+    between = _Moves().between if len(wanted) > 1 else moves
     for index, piece in enumerate(wanted):
         for ordinal in in_files[piece.name].positions_overlapping(piece):
-            if found := known.between(stored[ordinal].piece, piece):
+            if found := between(stored[ordinal].piece, piece):
                 yield ordinal, index, found
 
 

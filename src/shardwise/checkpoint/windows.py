@@ -12,10 +12,8 @@ Figure 1. Outputs `a`, `b`, `c` are columns of `w`, two each. They follow one an
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import floordiv
 from typing import Protocol, Self, TypeAlias
 
 import torch
@@ -24,7 +22,7 @@ from shardwise.checkpoint.contents import Contents, Place, StoredPiece, StoredTe
 from shardwise.checkpoint.read_plan import exact_moves, extent, plan_reads
 from shardwise.checkpoint.reading import BatchReader, DataFiles, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.stores import Reader, mapped, refusals
+from shardwise.checkpoint.stores import mapped, refusals
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import fill, part_of, parts_of, put
@@ -334,14 +332,16 @@ class ExactMoves:
         found = []
         for ordinal, index, moved in exact_moves(stored, [each.source for each in targets]):
             whole = cls._of(stored[ordinal], targets[index], moved)
+            if whole.taken is None:
+                found.append(whole)
+                continue
             # What is looked at in memory is in memory, and a process that wants to write to it waits.
             room = LARGE_WINDOW_BYTES // (_MAPPED_LIMIT * itemsize_bytes(whole.stored.piece.dtype))
             num_elements = sum(move.num_elements for move in moved)
-            starts = range(0, num_elements, room) if whole.taken is not None else ()
-            if len(starts) < 2:
+            if num_elements <= room:
                 found.append(whole)
                 continue
-            for start in starts:
+            for start in range(0, num_elements, room):
                 part = moves_between(moved, start, min(start + room, num_elements))
                 found.append(cls._of(whole.stored, whole.target, list(part)))
         return found
@@ -349,9 +349,11 @@ class ExactMoves:
     @classmethod
     def _of(cls, stored: StoredPiece, target: ReadTarget, moved: list[Move]) -> Self:
         itemsize = itemsize_bytes(stored.piece.dtype)
-        num_elements = [move.num_elements for move in moved]
-        num_ranges = sum(map(floordiv, num_elements, map(elements_together, moved)))
-        num_bytes = sum(num_elements) * itemsize
+        num_ranges = num_bytes = 0
+        for move in moved:
+            num_elements = move.num_elements
+            num_ranges += num_elements // elements_together(move)
+            num_bytes += num_elements * itemsize
         taken = None
         # Files of other formats need not align their tensors.
         if num_bytes < num_ranges * _STRIP_BYTES and num_ranges > 1 and not stored.start % itemsize:
@@ -386,10 +388,16 @@ def fill_exactly(files: DataFiles, wanted: Iterable[ExactMoves]) -> None:
     others: list[ExactMoves] = []
     near: list[ExactMoves] = []
     for each in wanted:
-        (others if each.taken is None or files.num_ahead else near).append(each)
+        # Digests are of stretches that are read, and at a distance nothing is mapped.
+        is_read = each.taken is None or files.digests is not None or files.num_ahead
+        (others if is_read else near).append(each)
     for group in _mapped_together(near):
         (name, start, _), stop = group[0].place, max(each.place[2] for each in group)
-        with _opened(files, name) as reader, mapped(reader, start, stop - start) as memory:
+        with (
+            refusals(f"{files.store.location}/{name} cannot be read"),
+            files.opened(name) as reader,
+            mapped(reader, start, stop - start) as memory,
+        ):
             if memory is None:
                 others += group
                 continue
@@ -441,7 +449,8 @@ class _ExactRead:
         dtype = self.stored.piece.dtype
         memory = self.target.memory(dtype) if self.is_straight else None
         found = []
-        with _opened(files, self.stored.file) as reader:
+        name = self.stored.file
+        with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
             for first, run in self.runs:
                 if memory is None:
                     elements = torch.empty(run.num_elements, dtype=torch_dtype(dtype))
@@ -451,13 +460,6 @@ class _ExactRead:
                 reader.read_into(bytes_of(elements.view(torch.uint8)), start)
                 found.append(elements)
         return self, found
-
-
-@contextmanager
-def _opened(files: DataFiles, name: str) -> Iterator[Reader]:
-    """A file that is read from. Raises CheckpointError, naming it, for what cannot be read."""
-    with refusals(f"{files.store.location}/{name} cannot be read"), files.opened(name) as reader:
-        yield reader
 
 
 def _exact_reads(wanted: Iterable[ExactMoves]) -> Iterator[_ExactRead]:
@@ -498,7 +500,9 @@ class PieceReader:
         """
         self.contents = contents
         self._files = files
-        self._buffer = window or GrowingBuffer(WINDOW_BYTES if contents.stored is contents else LARGE_WINDOW_BYTES)
+        self._in_files = contents.stored.tensors
+        self._is_stored = contents.stored is contents
+        self._buffer = window or GrowingBuffer(WINDOW_BYTES if self._is_stored else LARGE_WINDOW_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call.
@@ -516,7 +520,7 @@ class PieceReader:
             for pad in paddings:
                 pad()
         # Without a rewrite each piece is one target already.
-        targets = targets if self.contents.stored is self.contents else joined(targets)
+        targets = targets if self._is_stored else joined(targets)
         # Scales before the elements that are multiplied by them.
         if scales := targets_of_scales(targets):
             self._fill(scales)
@@ -562,7 +566,7 @@ class PieceReader:
                         targets[index].fill(moves, parts_of(elements, moves))
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
-        return self.contents.stored.tensors[name].pieces
+        return self._in_files[name].pieces
 
 
 def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -> tuple[bool, int]:
@@ -570,11 +574,14 @@ def is_in_strips(wanted: Sequence[ExactMoves], files: DataFiles | None = None) -
 
     And the bytes of blocks that take no longer. files: those in which strips need not be read, where they are near.
     """
-    near = [each for each in wanted if each.taken is not None]
-    if files is None or not all(_can_map(files, name) for name in {each.stored.file for each in near}):
-        near = []
-    num_ranges = sum(each.num_ranges for each in wanted) - sum(each.num_ranges for each in near)
-    num_bytes = sum(each.num_bytes for each in wanted)
+    num_ranges = num_bytes = 0
+    for each in wanted:
+        num_ranges += each.num_ranges
+        num_bytes += each.num_bytes
+    if files is not None:
+        near = [each for each in wanted if each.taken is not None]
+        if all(_can_map(files, name) for name in {each.stored.file for each in near}):
+            num_ranges -= sum(each.num_ranges for each in near)
     many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
     return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
 

@@ -78,11 +78,13 @@ def recover(run: Path) -> None:
             shutil.rmtree(each)
 
 
-def newest_complete(run: Path, *, after: int | None = None) -> tuple[Path | None, dict[Path, list[str]]]:
+def newest_complete(
+    run: Path, *, after: int | None = None, may_begin: bool = False
+) -> tuple[Path | None, dict[Path, list[str]]]:
     """The checkpoint of the latest step that is complete; and for each later one why it is not.
 
-    after: a step that a run may resume from as well: None is given where no checkpoint is of a later one. Else raises
-    CheckpointError where there is none.
+    after: a step that a run may resume from as well: None is given where no checkpoint is of a later one. may_begin:
+    None is given where there is no checkpoint at all. Else raises CheckpointError where none is complete.
     """
     with _in_words(run):
         recover(run)
@@ -95,7 +97,7 @@ def newest_complete(run: Path, *, after: int | None = None) -> tuple[Path | None
         if not (problems := problems_of(each)):
             return each, passed
         passed[each] = problems
-    if after is not None:
+    if after is not None or (may_begin and not passed):
         return None, passed
     if passed:
         raise CheckpointError(

@@ -18,6 +18,15 @@ class DataOrder:
     def _sw_data(self: Any) -> Data | None:
         return self.train_dataset if isinstance(self.train_dataset, Data) else None
 
+    def _sw_refuse_data(self: Any) -> None:
+        """Raise ConfigError for what has no single epoch to evaluate: said before the run trains up to it."""
+        given = self.eval_dataset
+        if any(isinstance(each, Data) for each in (given.values() if isinstance(given, dict) else [given])):
+            raise ConfigError(
+                "eval_dataset is an sw.Data, whose batches go on from one epoch to the next; give its dataset as it "
+                "is, and data_collator"
+            )
+
     def get_train_dataloader(self: Any) -> Any:
         """As in transformers; of an `sw.Data`, this data rank's rows. Raises ConfigError for another global batch."""
         data = self._sw_data

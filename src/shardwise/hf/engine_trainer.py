@@ -133,6 +133,7 @@ class EngineTrainer(
         events: Any = self.callback_handler
         events.sw_ranks = self._sw_ranks
         self._sw_refuse_model()
+        self._sw_refuse_data()
 
     def _sw_refuse_model(self) -> None:
         model: Any = self.model

@@ -159,8 +159,9 @@ class TrainerCheckpoints:
     # Loading --------------------------------------------------------------------------------------------------------
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. True means the last complete checkpoint.
+        """As in transformers. True means the last complete checkpoint, or a copy in memory that is newer.
 
+        With copies in memory, a run without either begins: a launcher starts the same script again after a loss.
         Raises CheckpointError, the same on all ranks, for one that is not complete.
         """
         self._sw_copy = None
@@ -170,13 +171,17 @@ class TrainerCheckpoints:
             resume_from_checkpoint = self._sw_checked(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
-    def _sw_checked(self: Any, asked: Any) -> str:
-        """The path of the checkpoint that a run resumes from: of a copy, where the last one is newer."""
+    def _sw_checked(self: Any, asked: Any) -> str | None:
+        """The path of the checkpoint that a run resumes from: of a copy, where it is newer; None: it begins."""
         channel, copies = self._sw_ranks.world, self._sw_copies
         copy = copies.newest() if copies is not None and asked is True else None
         with agreed(channel, purpose="verdict on the checkpoint to resume from", only=0) as agreement:
             if channel.rank == 0 and asked is True:
-                found, passed = newest_complete(Path(self.args.output_dir), after=None if copy is None else copy.step)
+                found, passed = newest_complete(
+                    Path(self.args.output_dir),
+                    after=None if copy is None else copy.step,
+                    may_begin=copies is not None,
+                )
                 agreement.value = b"" if found is None else found.name.encode()
                 for folder, problems in passed.items():
                     warnings.warn(
@@ -194,7 +199,7 @@ class TrainerCheckpoints:
             self._sw_copy = copy
             copy.write_to(folder := Path(self._sw_services.enter_context(TemporaryDirectory())))
             return str(folder)
-        return os.path.join(str(self.args.output_dir), name)
+        return os.path.join(str(self.args.output_dir), name) if name else None
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:

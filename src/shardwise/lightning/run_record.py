@@ -1,5 +1,6 @@
 """The folder of a run of Lightning, as `shardwise top` shows it."""
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,8 @@ _OF_EVALUATIONS = "val_"
 class RunRecord(Callback):
     """Writes `metrics.jsonl` and `run.json` of a fit under the strategy, for `shardwise top FOLDER`.
 
-    A line comes every `log_every_n_steps` of the Trainer, and with each validation: of what is logged as `val_...`.
+    A line comes every `log_every_n_steps` of the Trainer, at the end, and with each validation: of what is logged as
+    `val_...`.
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
@@ -44,7 +46,7 @@ class RunRecord(Callback):
         record = recorded(
             strategy.engine,
             folder if self._folder is None else self._folder,
-            steps=trainer.estimated_stepping_batches,
+            steps=_known(trainer.estimated_stepping_batches),
             step=trainer.global_step,
         )
         self._num_rows, self._loop = 0.0, self._services.enter_context(record)
@@ -52,8 +54,7 @@ class RunRecord(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write a line, when it is time."""
         self._num_rows += _rows_in(batch) * trainer.strategy.plan.mesh.num_data_ranks
-        step = trainer.global_step
-        if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
+        if trainer.global_step % trainer.log_every_n_steps == 0:
             self._hand_over(trainer, {})
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -79,18 +80,26 @@ class RunRecord(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say that the run has finished."""
+        self._hand_over(trainer, {})
         self._leave(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say how it has ended."""
         if isinstance(exception, SIGTERMException) and (code := trainer.strategy.preemption.exit_code):
             exception = Stopped(code - 128, f"after step {trainer.global_step}")
+            if self._loop is not None:
+                self._hand_over(trainer, {})
         self._leave(exception)
 
     def _leave(self, error: BaseException | None) -> None:
         self._pause.close()
         services, self._services, self._loop = self._services, ExitStack(), None
         services.__exit__(None if error is None else type(error), error, None)
+
+
+def _known(steps: float) -> int | None:
+    """None for what stands for an unknown number: infinity of an endless fit, -1 of data without a length."""
+    return int(steps) if 0 <= steps < math.inf else None
 
 
 def _rows_in(batch: Any) -> int:

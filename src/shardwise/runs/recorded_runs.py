@@ -19,14 +19,15 @@ def recorded(
     engine: Engine[nn.Module],
     folder: Path | str,
     *,
-    steps: int,
+    steps: int | None,
     step: int | None = None,
     rows: str = "rows",
 ) -> Iterator[TrainingLoop]:
     """A loop whose `after_step` writes `metrics.jsonl`, next to `run.json` in a folder; rank 0 writes.
 
-    steps: the number of the last update. step: of the update after which the loop begins, left out: the engine's; the
-    lines of updates up to it stay. rows: what `after_step` counts. All ranks enter and leave it together.
+    steps: the number of the last update; None: it is not known. step: of the update after which the loop begins, left
+    out: the engine's; the lines of updates up to it stay. rows: what `after_step` counts. All ranks enter and leave it
+    together.
     Raises ConfigError, the same on all ranks, for a folder that cannot be written to.
 
     >>> with recorded(engine, "runs/mine", steps=100) as loop:      # doctest: +SKIP

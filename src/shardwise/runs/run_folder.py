@@ -1,13 +1,13 @@
 """The folder of a run, for somebody who looks from outside: how far it is, and whether it still runs.
 
 run.json         written by rank 0 at the start, and again at the end: {"steps", "ranks", "host", "pid", "ended"}
-metrics.jsonl    a line per update; only its end is read, however long the run is
+metrics.jsonl    a line per update, or per log of a Trainer; only its end is read, however long the run is
 
-"ended"    process of "pid"      last line        the run is
-null       is there              any              running
-null       is gone               any              dead: it was killed, or its machine stopped
-null       on another host       is old           silent
-"..."                                             finished, stopped by SIGTERM, failed
+"ended"    process of "pid"              last line     the run is
+null       is there, or on another host  is new        running
+null       is there, or on another host  is old        silent
+null       is gone                       any           dead: it was killed, or its machine stopped
+"..."                                                  finished, stopped by SIGTERM, failed
 """
 
 import json
@@ -26,13 +26,13 @@ METRICS = "metrics.jsonl"
 _MARK = "run.json"
 _TAIL_BYTES = 1 << 20
 _SILENT_SECONDS = 60.0
-"""And ten times the pace of the run: after so long without a line something is wrong."""
+"""And ten times as long as a line takes: after so long without one something is wrong."""
 
 
 class RunMark:
     """`run.json` of a run that begins; `end` completes it."""
 
-    def __init__(self, folder: Path, *, steps: int, num_ranks: int, rows: str = "tokens") -> None:
+    def __init__(self, folder: Path, *, steps: int | None, num_ranks: int, rows: str = "tokens") -> None:
         """rows: what the run reads so many of per second."""
         self._path = folder / _MARK
         self._values: dict[str, Any] = {
@@ -71,7 +71,7 @@ class RunMark:
         begun.replace(self._path)
 
 
-def begun(folder: Path, *, steps: int, num_ranks: int, rows: str, setting: str = "") -> RunMark:
+def begun(folder: Path, *, steps: int | None, num_ranks: int, rows: str, setting: str = "") -> RunMark:
     """The mark of a run in its folder, which is made. Raises ConfigError where it cannot be written to.
 
     setting: that names the folder.
@@ -111,11 +111,11 @@ class RunView:
         """One word or a few."""
         if (said := self.ended) is not None:
             return said
+        if not self.lines:  # how seldom they come is not known: a Trainer writes one for each log
+            return "no update yet" + (f" for {round(self.age_s)} s" if self.age_s > _SILENT_SECONDS else "")
         elapsed = [line["elapsed_s"] for line in self.lines if line.get("elapsed_s") is not None]
-        pace_s = (elapsed[-1] - elapsed[0]) / (len(elapsed) - 1) if len(elapsed) > 1 else 0.0
-        if self.age_s > _SILENT_SECONDS + 10 * pace_s:
-            return f"silent for {round(self.age_s)} s"
-        return "running" if self.lines else "no update yet"
+        pace_s = (elapsed[-1] - elapsed[0]) / (len(elapsed) - 1) if len(elapsed) > 1 else sum(elapsed)
+        return f"silent for {round(self.age_s)} s" if self.age_s > _SILENT_SECONDS + 10 * pace_s else "running"
 
 
 def view(folder: Path, *, num_lines: int = 10, now_s: float | None = None) -> RunView:

@@ -1,11 +1,11 @@
 """The run under the layout: every rank leaves its notes in a folder, and one process joins them.
 
-    state-0/  gradients-0/  updated-0/  rank-000000-0.pt ..  state-1/  gradients-1/  updated-1/  rank-000000-1.pt ..
+    state-0/  gradients-0/  updated-0/  rank-000000-0.pt ..  gradients-1/  updated-1/  rank-000000-1.pt ..
 
 `state-N` is the engine before update N, `gradients-N` what the optimizer was given in it, `updated-N` the engine after
-it, all as checkpoints: between two updates a program may change values itself. `rank-R-N.pt` has the notes of rank R
-(`RankNotes`). `LayoutNotes` joins the notes of all ranks of one update, numbered and added up as one process would have
-them:
+it, all as checkpoints. After `state-0` there is one only where the program has changed values between two updates.
+`rank-R-N.pt` has the notes of rank R (`RankNotes`). `LayoutNotes` joins the notes of all ranks of one update, numbered
+and added up as one process would have them:
 
     2 data ranks x 2 microbatches     rank 0: 0, 1     rank 1: 0, 1     ->  microbatches 0, 1, 2, 3
     a parameter on stages 0 and 3     gradients of both ranks are added
@@ -13,10 +13,12 @@ them:
     a parameter that is cut on tp     each part is compared for itself (`part`)
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 
@@ -27,7 +29,7 @@ from shardwise.engine import Engine
 from shardwise.engine.forward.batches import Microbatch
 from shardwise.engine.step.reports import StepReport
 from shardwise.plan import Plan
-from shardwise.space import Portion
+from shardwise.space import Piece, Portion
 from shardwise.verification.error_model import Path
 from shardwise.verification.program import Subject
 from shardwise.verification.run_recording import GradientKey, Noted, Notes, OutputKey
@@ -65,8 +67,13 @@ class RankNotes:
         return found
 
 
-def state_folder(folder: FilePath, step: int) -> FilePath:
+def state_before(folder: FilePath, step: int) -> FilePath:
     """The state before update `step`, counted from 0."""
+    own = _state_folder(folder, step)
+    return own if own.exists() else updated_folder(folder, step - 1)
+
+
+def _state_folder(folder: FilePath, step: int) -> FilePath:
     return folder / f"state-{step}"
 
 
@@ -105,6 +112,8 @@ class LayoutRun(WatchedProgram):
         self._folder = folder
         self._counted: tuple[int, ...] = ()
         self._inputs: tuple[str, ...] = ()
+        self._left: tuple[dict[str, str], Mapping[str, Any]] = {}, {}
+        """Digests of the state after the last update, and the settings: a schedule changes rates."""
 
     def made(self, model: torch.nn.Module) -> Sequence[Mapping[str, Portion]]:
         """None apart: a rank has its own part alone."""
@@ -113,7 +122,9 @@ class LayoutRun(WatchedProgram):
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Leave the state before the update."""
         self._counted, self._inputs = self.counted(microbatches), digests_of(microbatches)
-        save(state_folder(self._folder, self.num_updates), self.engine, channel=self.channel)
+        is_changed = b"" if (_digests(self.engine.state()), self.engine.settings()) == self._left else b"1"
+        if any(self.channel.exchange(is_changed, purpose="changes between two updates")):
+            save(_state_folder(self._folder, self.num_updates), self.engine, channel=self.channel)
         self.recorder.begin()
 
     def end(self, report: StepReport) -> None:
@@ -123,13 +134,16 @@ class LayoutRun(WatchedProgram):
         # Before anything else: the engine's gradients are views that the next update overwrites.
         save(gradients_folder(self._folder, step), engine.gradients(), channel=self.channel)
         save(updated_folder(self._folder, step), engine, channel=self.channel)
+        # Pieces that several ranks hold are equal on all of them.
+        state, gradients = _digests(engine.state()), _digests(engine.gradients())
+        self._left = state, copy.deepcopy(engine.settings())
         RankNotes(
             notes=notes,
             report=report,
             inputs=self._inputs,
             counted=self._counted,
             chained=_chained(engine, len(self._counted)),
-            digests=_digests(engine),
+            digests={f"the gradient of {name}": each for name, each in gradients.items()} | state,
             portions=dict(engine.tensor_decision.plan.portions(self.plan.mesh.coordinates(self.channel.rank)["tp"])),
             num_threads=torch.get_num_threads(),
         ).write(notes_file(self._folder, step, self.channel.rank))
@@ -144,12 +158,9 @@ def _chained(engine: Engine, num_microbatches: int) -> dict[str, int]:
     return {chain.name: chain.stages[-1] % runner.stages.num_ranks for chain in runner.chains}
 
 
-def _digests(engine: Engine) -> dict[str, str]:
-    """Pieces that several ranks hold are equal on all of them."""
-    gradients = {f"the gradient of {piece}": tensor for piece, tensor in engine.gradients().items()}
-    state = {str(piece): tensor for piece, tensor in engine.state().items()}
+def _digests(tensors: Mapping[Piece, torch.Tensor]) -> dict[str, str]:
     # Digests, not values: replicas of a large model would be written by every rank only to be compared.
-    return {text: digest_of_values(tensor) for text, tensor in (gradients | state).items()}
+    return {str(piece): digest_of_values(tensor) for piece, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from shardwise.engine.forward.layers import in_backward
 from shardwise.engine.step.reports import StepReport
 from shardwise.space import Portion
 from shardwise.verification.error_model import Path
-from shardwise.verification.layout_run import RankNotes, gradients_folder, notes_file, state_folder
+from shardwise.verification.layout_run import RankNotes, gradients_folder, notes_file, state_before
 from shardwise.verification.program import Subject
 from shardwise.verification.run_recording import Notes, wide
 from shardwise.verification.watched_program import Enough, WatchedProgram, digests_of
@@ -120,7 +120,7 @@ class OneProcess(WatchedProgram):
         if not self.is_like_layout():
             raise Enough
         # A checkpoint of any layout loads into one process: masters, buffers and what the optimizer keeps.
-        load(str(state_folder(self.folder, self.num_updates)), self.engine, channel=self.channel)
+        load(str(state_before(self.folder, self.num_updates)), self.engine, channel=self.channel)
         self._inputs, self._buffers = digests_of(microbatches), self._digests_of_buffers()
         self._terms, self._squares, self._digests = {}, {}, {}
         self.given_gradients = open_checkpoint(str(gradients_folder(self.folder, self.num_updates)))

@@ -22,7 +22,7 @@ from shardwise.comm import Channel, simulate
 from shardwise.comm.agreement import understood
 from shardwise.engine.forward.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers.known import OptimizerFunction
-from shardwise.errors import OptimizerError, in_words
+from shardwise.errors import ConfigError, OptimizerError, in_words
 from shardwise.plan import Plan
 from shardwise.verification.error_model import ErrorModel
 from shardwise.verification.layout_run import (
@@ -30,7 +30,7 @@ from shardwise.verification.layout_run import (
     RankNotes,
     notes_file,
     run_layout,
-    state_folder,
+    state_before,
     updated_folder,
 )
 from shardwise.verification.one_process import OneProcess, OwnStep
@@ -59,9 +59,11 @@ def verify_program(
     steps: updates to compare at most. The program is left after them, by an exception that is no Exception.
     channel, folder, timeout_seconds: as for `verify`.
 
-    Raises what the program raises, BatchError for rows that make no equal microbatches, and ModelError for a program
-    that makes no update or a second engine.
+    Raises what the program raises, ConfigError for no steps, BatchError for rows that make no equal microbatches, and
+    ModelError for a program that makes no update or a second engine.
     """
+    if steps < 1:
+        raise ConfigError(f"steps = {steps}: no update would be compared; give 1 or more")
     return _verify_on(channel, Subject(program=program, plan=plan, num_updates=steps), folder, timeout_seconds)
 
 
@@ -225,7 +227,7 @@ class _Comparison(OneProcess):
         elif not step:
             # A model that is built differently on the ranks would make every later comparison fail in a less clear
             # place.
-            self._divergence = initial_divergence(self.state(), open_checkpoint(str(state_folder(self.folder, 0))))
+            self._divergence = initial_divergence(self.state(), open_checkpoint(str(state_before(self.folder, 0))))
             self._remarks |= dict.fromkeys(_about_dropout(self.subject.plan, self.model))
         return self._divergence is None
 
