@@ -358,3 +358,15 @@ def test_what_a_disk_or_a_kernel_does_not_give_is_not_looked_at_in_memory(
     with reader.mapped(0, 5000) as memory:
         assert memory is None
     reader.close()
+
+
+def test_a_file_that_another_host_may_cut_is_not_looked_at_in_memory(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease binds the processes of this host alone."""
+    put(store, "x", content(5000))
+    reader = store.open("x")
+    monkeypatch.setattr(local, "_OF_ONE_HOST", frozenset({0x65735546}))  # FUSE
+    with reader.mapped(0, 5000) as memory:
+        assert memory is None
+    reader.close()

@@ -13,8 +13,8 @@ from shardwise.checkpoint import convert, diff
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.rewrite import Rewrite
-from shardwise.space import Piece
+from shardwise.rewrite import Checked, Fragment, Rewrite
+from shardwise.space import Box, Piece
 from tests.checkpoint.cut_tensors import Cut, Tensors, save_pieces, tensors_of
 from tests.checkpoint.rewritten_tensors import CASES, CUTS, Case, blank, load_all, same_pieces, shares_of
 from tests.checkpoint.small_limits import small_limits
@@ -230,6 +230,31 @@ def test_replicas_are_written_once_and_ranks_may_hold_nothing(tmp_path: Path) ->
 
     assert sw.simulate(3, run) == [sum(tensor.nbytes for tensor in whole.values())] * 3
     assert same(tensors_of(tmp_path), {"c": whole["a"].T.contiguous(), "d": whole["b"]})
+
+
+def test_ranks_that_want_the_same_ask_a_rewrite_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2)})
+    asked: list[str] = []
+    resolve = Checked.resolve
+
+    def note(checked: Checked, name: str, box: Box) -> list[Fragment]:
+        asked.append(name)
+        return resolve(checked, name, box)
+
+    monkeypatch.setattr(Checked, "resolve", note)
+
+    def number_of_questions(size: int) -> int:
+        asked.clear()
+
+        def run(channel: Channel) -> None:
+            target = {"c": torch.zeros(4, 3), "b": torch.zeros(2)}
+            sw.load(tmp_path, target, rewrite=Rewrite("a^T -> c"), channel=channel)
+            assert torch.equal(target["c"].T, torch.arange(12.0).view(3, 4))
+
+        sw.simulate(size, run)
+        return len(asked)
+
+    assert number_of_questions(4) == 4 * number_of_questions(1), "each rank asks for itself, and not for its replicas"
 
 
 def test_a_crop_comes_back_only_where_the_text_says_what_the_elements_were(tmp_path: Path) -> None:

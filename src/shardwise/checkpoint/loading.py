@@ -382,16 +382,18 @@ def _located(
     def placed(pieces: Sequence[Piece]) -> list[Sequence[Place]]:
         return [contents.places(piece, found.source[piece.name, piece.dtype]) for piece in pieces]
 
-    # Ranks that want the same have one list.
-    known = {id(each): placed(each) for each in wanted}
-    places = [list(chain.from_iterable(known[id(each)])) for each in wanted]
+    # Ranks that want the same have one list, whose places are found once.
+    lists = {id(each): each for each in wanted}
+    known = {at: placed(each) for at, each in lists.items()}
     targets, paddings = list[ReadTarget](), list[Callable[[], None]]()
     for piece, each in zip(wanted[rank], known[id(wanted[rank])], strict=True):
         takers, pads = targets_at(contents, each, held.tensors[piece], piece.dtype, keeps=True)
         targets += takers
         paddings += pads
-    elements = [[place.piece for place in each if place.fill is None] for each in places]
-    scales = [pieces_of_scales(contents, each) for each in places]
+    places = {at: list(chain.from_iterable(each)) for at, each in known.items()}
+    elements_of = {at: [place.piece for place in each if place.fill is None] for at, each in places.items()}
+    scales_of = {at: pieces_of_scales(contents, each) for at, each in places.items()}
+    elements, scales = ([of[id(each)] for each in wanted] for of in (elements_of, scales_of))
     # Scales before the elements that are multiplied by them.
     before = [_Reads.of(rank, source, scales, targets_of_scales(targets))] if any(scales) else []
     return [*before, _Reads.of(rank, source, elements, targets)], paddings

@@ -41,6 +41,18 @@ _UNLINKERS = 8
 """Threads that remove files, where there are more of these."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14; Python has no name for it."""
+_OF_ONE_HOST = frozenset(
+    {
+        0xEF53,  # ext2, ext3, ext4
+        0x58465342,  # XFS
+        0x9123683E,  # Btrfs
+        0x2FC12FC1,  # ZFS
+        0xF2F52010,  # F2FS
+        0x01021994,  # tmpfs
+        0x794C7630,  # overlayfs, of containers
+    }
+)
+"""File systems to which no other host writes, by their number in `statfs`."""
 _ATTEMPTS = 100
 """Times that a new file may find its folder removed, with the last file in it, by another process."""
 
@@ -281,7 +293,8 @@ class LocalReader:
         To look at a mapping of a file that has become shorter, or whose disk fails, kills the process. So it is made
         only under a lease: the kernel lets whoever wants to write to the file, or to cut it, wait until the lease is
         given back, or 45 s. And all of it is read before it is given out: what fails there fails as a call does.
-        There is no lease for files of another user, for files that are being written, and on some file systems.
+        There is no lease for files of another user, for files that are being written, and on some file systems. On
+        others it binds this host alone, so that only those are taken to which no other host writes.
         """
         with self._mapping, _lease(self._descriptor) as held:  # a lease is of the open file: one thread would end
             yield self._populated(start, num_bytes) if held else None  # that of another
@@ -306,7 +319,7 @@ class LocalReader:
 @contextlib.contextmanager
 def _lease(descriptor: int) -> Iterator[bool]:
     """Let nobody change an open file meanwhile; whether the kernel has agreed."""
-    if not hasattr(fcntl, "F_SETLEASE"):
+    if not hasattr(fcntl, "F_SETLEASE") or _kind_of_file_system(descriptor) not in _OF_ONE_HOST:
         yield False
         return
     try:
@@ -321,6 +334,14 @@ def _lease(descriptor: int) -> Iterator[bool]:
         yield True
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def _kind_of_file_system(descriptor: int) -> int | None:
+    """The number of the file system that an open file is on; None where the kernel does not say it."""
+    # The number is the first of what `fstatfs` tells, 120 bytes; `os.fstatvfs` leaves it out.
+    told = (ctypes.c_long * 64)()
+    call = getattr(_LIBC, "fstatfs", None)
+    return None if call is None or call(ctypes.c_int(descriptor), told) else int(told[0])
 
 
 class LocalWriter:
