@@ -1,6 +1,7 @@
 """Any loop as a run: lines of the steps that it hands over, from where it is, and how it has ended."""
 
 import json
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,17 @@ def test_a_loop_has_the_lines_that_it_shows_and_one_that_goes_on_keeps_those_bef
 def test_what_ends_a_loop_is_in_its_folder(tmp_path: Path) -> None:
     with pytest.raises(KeyError), recorded(engine_on(alone()), tmp_path, steps=4):
         raise KeyError("x")
-    assert json.loads((tmp_path / "run.json").read_text())["ended"] == "failed: KeyError: 'x'"
+    assert view(tmp_path).ended == "failed: KeyError: 'x'"
+    for last, expected in ((2, "stopped after step 2"), (4, "finished")):
+        engine = engine_on(alone())
+        with sw.Preemption() as preemption, recorded(engine, tmp_path, steps=4) as run:
+            for step in range(1, 5):
+                if step == last and not preemption.requested(engine):
+                    signal.raise_signal(signal.SIGTERM)
+                run.after_step(engine.step(BATCH))
+                if preemption.requested(engine):
+                    break
+        assert (view(tmp_path).ended, preemption.exit_code) == (expected, 143)
 
 
 def in_the_way(folder: Path) -> None:

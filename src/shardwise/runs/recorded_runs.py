@@ -11,7 +11,7 @@ from shardwise.engine import Engine
 from shardwise.runs.callbacks import Callback, Position, TrainingLoop
 from shardwise.runs.json_lines import lines_up_to
 from shardwise.runs.metrics_file import MetricsFile
-from shardwise.runs.run_folder import METRICS, begun
+from shardwise.runs.run_folder import METRICS, RunMark, begun
 
 
 @contextmanager
@@ -37,14 +37,17 @@ def recorded(
     folder, begin = Path(folder), engine.steps if step is None else step
     callbacks: list[Callback] = []
     elapsed_s = 0.0
-    with ExitStack() as mark:
+    mark: RunMark | None = None
+    with ExitStack() as stack:
         with agreed(engine.channel, purpose="verdict on the folder of a run", only=0):
             if engine.channel.rank == 0:
                 num_ranks = engine.channel.size
-                mark.enter_context(begun(folder, steps=steps, num_ranks=num_ranks, rows=rows))
+                mark = stack.enter_context(begun(folder, steps=steps, num_ranks=num_ranks, rows=rows))
                 before = lines_up_to(folder / METRICS, begin, before="ranks") if begin else ()
                 elapsed_s = max((values.get("elapsed_s") or 0.0 for _, values in before), default=0.0)
                 callbacks.append(MetricsFile(folder / METRICS, after_step=begin))
         position = Position(step=begin, elapsed_s=elapsed_s)
         with TrainingLoop(engine, callbacks, steps=steps, begin=position, folder=folder, rows=rows) as loop:
             yield loop
+        if mark is not None and loop.is_interrupted and loop.step != steps:
+            mark.said = f"stopped after step {loop.step}"

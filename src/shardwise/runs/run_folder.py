@@ -44,6 +44,8 @@ class RunMark:
             "began": time.time(),
             "ended": None,
         }
+        self.said = "finished"
+        """How it has ended, where no error says so."""
         self._write()
 
     def __enter__(self) -> Self:
@@ -55,8 +57,8 @@ class RunMark:
         self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Say how it ended; None: after its last update."""
-        said = "finished"
+        """Say how it ended; None: without an error."""
+        said = self.said
         if error is not None:
             # A stop says it in its own words, and is no failure.
             stopped = not isinstance(error, Exception)
