@@ -14,7 +14,7 @@ The other way round, what a rank holds of `k` is a piece of `qkv`. A view may be
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -116,13 +116,21 @@ def kept_in(checked: Checked) -> list[str]:
     return [name for name in checked.outputs if any(fill_of(each.other) == KEPT_FILL for each in checked.padding(name))]
 
 
+_InOrder = dict[tuple[str, tuple[int, ...], tuple[int, ...]], Sequence[Fragment] | None]
+"""Fragments of boxes whose runs stay runs, by name, offset and shape; None for other boxes. Ranks have runs of one."""
+
+
 def _places(
-    piece: Piece, name: str, ask: Callable[[str, Box], Sequence[Fragment]], others: Mapping[str, TensorMeta]
+    piece: Piece,
+    name: str,
+    ask: Callable[[str, Box], Sequence[Fragment]],
+    others: Mapping[str, TensorMeta],
+    in_order: _InOrder,
 ) -> list[Place]:
     """The pieces of the other side that have the elements of `piece`; what has no elements has none.
 
     name: what the tensor of the piece is called on this side of the rewrite. ask: `Checked.resolve` or `Checked.push`.
-    others: the tensors of the other side.
+    others: the tensors of the other side. in_order: what was found before, to which this adds.
     """
 
     def of(fragment: Fragment, run: Run | None = None) -> Piece:
@@ -136,12 +144,15 @@ def _places(
     if piece.run is not None:
         # A run that is the same run on the other side stays one. Others are taken apart into boxes, which every
         # rewrite maps to boxes: the rows of one side may be the columns of the other.
-        fragments = ask(name, piece.box)
-        # Scales are those of boxes.
-        if not any(scales_of(each.dtypes) for each in fragments) and all(
-            _keeps_order(each, piece.box) for each in fragments
-        ):
-            return [Place(of(each, piece.run), each.dtypes) for each in fragments]
+        key = name, piece.offset, piece.shape
+        if key not in in_order:
+            fragments = ask(name, piece.box)
+            # Scales are those of boxes.
+            has_scales = any(scales_of(each.dtypes) for each in fragments)
+            keeps = not has_scales and all(_keeps_order(each, piece.box) for each in fragments)
+            in_order[key] = fragments if keeps else None
+        if (kept := in_order[key]) is not None:
+            return [Place(of(each, piece.run), each.dtypes) for each in kept]
     return [
         Place(of(each), each.dtypes, each, offset, None if piece.run is None else (start, shape))
         for start, shape, offset in blocks_of(piece)
@@ -197,8 +208,8 @@ _NOT_HERE = "Save or load without it, and convert (shardwise ckpt convert) with 
 def places_in_outputs(checked: Checked, lists: Iterable[Sequence[Piece]]) -> list[list[tuple[Piece, list[Place]]]]:
     """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
     # Ranks that hold runs of one box ask the same.
-    ask, outputs = cache(checked.push), checked.outputs
-    return [[(piece, _places(piece, piece.name, ask, outputs)) for piece in pieces] for pieces in lists]
+    ask, outputs, in_order = cache(checked.push), checked.outputs, _InOrder()
+    return [[(piece, _places(piece, piece.name, ask, outputs, in_order)) for piece in pieces] for pieces in lists]
 
 
 def beside_pieces(checked: Checked) -> dict[Piece, torch.Tensor]:
@@ -241,6 +252,7 @@ class RewrittenContents(Contents):
     checked: Checked
     unfit: tuple[str, ...]
     """What of the stored settings cannot be carried over."""
+    _in_order: _InOrder = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def stored(self) -> Contents:
@@ -263,7 +275,7 @@ class RewrittenContents(Contents):
 
     def places(self, piece: Piece, name: str) -> Sequence[Place]:
         """See `Contents`."""
-        return _places(piece, name, self.checked.resolve, self.checked.sources)
+        return _places(piece, name, self.checked.resolve, self.checked.sources, self._in_order)
 
 
 def rewritten_contents(
