@@ -101,8 +101,11 @@ def _asks_above(tree: ast.AST, name: str, bases: list[str]) -> bool:
     above = {"super", *bases}
     # `parent = super()` is looked through.
     for each in ast.walk(tree):
-        if isinstance(each, ast.Assign) and above & set(_last_names_in(each.value)):
-            above |= {target.id for target in each.targets if isinstance(target, ast.Name)}
+        if not isinstance(each, ast.Assign | ast.AnnAssign | ast.NamedExpr) or each.value is None:
+            continue
+        if above & set(_last_names_in(each.value)):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            above |= {target.id for target in targets if isinstance(target, ast.Name)}
     found = [each.value for each in ast.walk(tree) if isinstance(each, ast.Attribute) and each.attr == name]
     return any(above & set(_last_names_in(each)) for each in found)
 
